@@ -1,0 +1,153 @@
+"""Frozen configuration and its typed text form.
+
+An `Experiment` is plain data plus a few OBJECTS (loss, advantage, tasks,
+rewards, optimizers): frozen dataclasses whose fields are their own
+hyper-parameters, so `--set=loss.width=0.2` reaches into them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
+  if not ok:
+    value = getattr(owner, field)
+    raise ValueError(f'{type(owner).__name__}.{field}={value!r}: {cure}')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Decoder with grouped-query attention and a sparse MoE in every layer."""
+
+  vocab: int = 512
+  layers: int = 3
+  embed: int = 96
+  q_heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 32
+  experts: int = 8
+  top_k: int = 2
+  moe_ffn: int = 128
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  dtype: str = 'float32'  # of activations; published weights are always bf16
+
+  def __post_init__(self):
+    _require(
+        self.q_heads % self.kv_heads == 0,
+        self,
+        'q_heads',
+        f'must be a multiple of kv_heads={self.kv_heads}',
+    )
+    _require(
+        1 <= self.top_k <= self.experts,
+        self,
+        'top_k',
+        f'must be in [1, experts={self.experts}]',
+    )
+    _require(self.head_dim % 2 == 0, self, 'head_dim', 'must be even (RoPE)')
+    _require(
+        self.dtype in ('float32', 'bfloat16'),
+        self,
+        'dtype',
+        "must be 'float32' or 'bfloat16'",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  data: int = 2  # devices the trainer splits the rows of a batch over
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusConfig:
+  path: str | None = None  # None: the running interpreter's standard library
+  suffix: str = '.py'
+  max_bytes: int = 6_000_000
+  heldout_fraction: float = 0.02  # of files, chosen by hash of their name
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseConfig:
+  """Next-token training on packed rows; shared by mid-training and warm-up."""
+
+  steps: int
+  rows_per_step: int
+  tokens_per_row: int
+  micro_rows: int | None = None  # rows per micro-batch; None: all at once
+  demo_fraction: float = 0.0  # share of ROWS filled with harness demos
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  slots: int = 256  # sequences decoded together
+  context_tokens: int = 128  # longest sequence, prompt included
+  steps_per_sync: int = 2  # decode steps per host round trip
+  prefill_rows: int = 16  # prompts prefetched together
+
+
+@dataclasses.dataclass(frozen=True)
+class HarnessConfig:
+  max_turns: int = 3
+  max_turn_tokens: int = 16
+  max_context_tokens: int = 128
+  tool_output_bytes: int = 200
+  tool_seconds: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig:
+  steps: int = 100
+  groups_per_step: int = 12
+  rollouts_per_group: int = 16
+  max_staleness_versions: int = 2  # 0: synchronous, fully on-policy
+  rows_per_step: int = 96  # packed rows; the shape the step is compiled for
+  tokens_per_row: int = 256
+  micro_rows: int | None = None
+  norm_tokens: int = 8  # L_norm: Z = rollouts in the batch x norm_tokens
+  withhold_staleness_versions: int = 8  # older tokens leave the loss only
+  lease_seconds: float = 60.0
+  workers: int = 256  # rollouts in flight
+  checkpoint_every_steps: int = 20
+  eval_every_steps: int = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  tasks: int = 256
+  seed: int = 1_000_003  # task seeds; disjoint from training by construction
+  showcase: int = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsConfig:
+  tile_elements: int = 262_144
+  base_every_versions: int = 100
+  raw_above_changed_fraction: float = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """Everything a run needs; built by `experiment()` of a config module."""
+
+  name: str
+  loss: Any
+  advantage: Any
+  tasks: Any
+  rewards: tuple[Any, ...]
+  midtrain_optimizer: Any
+  warmup_optimizer: Any
+  rl_optimizer: Any
+  seed: int = 0
+  model: ModelConfig = ModelConfig()
+  mesh: MeshConfig = MeshConfig()
+  corpus: CorpusConfig = CorpusConfig()
+  midtrain: PhaseConfig = PhaseConfig(200, 16, 256)
+  warmup: PhaseConfig = PhaseConfig(200, 16, 256, demo_fraction=0.8)
+  rollout: RolloutConfig = RolloutConfig()
+  harness: HarnessConfig = HarnessConfig()
+  rl: RlConfig = RlConfig()
+  evaluation: EvalConfig = EvalConfig()
+  weights: WeightsConfig = WeightsConfig()
