@@ -1,0 +1,82 @@
+"""What a task is, and where tasks come from.
+
+A `Task` holds only what the policy may see. The hidden cases that decide its
+reward are asked for separately, so that nothing which runs or prompts a model
+can carry them by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One call of the entry function and the value it must return."""
+
+  args: tuple[Any, ...]
+  expected: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What one execution of a submission may use.
+
+  Attributes:
+    cpu_seconds: processor time; the limit that normally bites.
+    wall_seconds: elapsed time; generous, because machines are shared.
+    output_bytes: how much of a command's output is kept.
+  """
+
+  cpu_seconds: float = 0.1
+  wall_seconds: float = 4.0
+  output_bytes: int = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A problem as the policy sees it.
+
+  Attributes:
+    id: unique within its source.
+    instruction: what to do, in words or as a failing example.
+    files: path -> text the episode starts from.
+    public_tests: cases that the `run` tool executes.
+    limits: per-execution budget.
+    seed: of the source that made it.
+    meta: facts for metrics (`family`, `split`) and `entry`, the function name.
+  """
+
+  id: str
+  instruction: str
+  files: Mapping[str, str]
+  public_tests: tuple[Case, ...]
+  limits: Limits = Limits()
+  seed: int = 0
+  meta: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class TaskSource(Protocol):
+  """Deterministic supply of tasks: same (seed, split, index), same task."""
+
+  def task(self, index: int, split: str) -> Task:
+    """Returns task number `index` of a split."""
+
+  def hidden(self, task: Task) -> tuple[Case, ...]:
+    """Returns the cases that decide the reward; never shown to the policy."""
+
+  def fingerprint(self, task: Task) -> str:
+    """Returns a hash of the instance; equal means "the same problem"."""
+
+
+def digest(files: Mapping[str, str], cases: tuple[Case, ...]) -> str:
+  """Hash of an instance: its files and all its cases, not its name."""
+  content = [
+      sorted(files.items()),
+      [[list(c.args), c.expected] for c in cases],
+  ]
+  return hashlib.sha256(json.dumps(content).encode()).hexdigest()

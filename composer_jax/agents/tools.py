@@ -1,0 +1,98 @@
+"""The tools a policy calls, as plain data, and what they do.
+
+Every mistake of the policy becomes text it can read (`ParseError`, or an
+observation), never an exception of the harness: a policy whose broken calls
+are dropped learns to break calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Protocol
+
+from composer_jax.agents import tasks
+
+
+class ParseError(ValueError):
+  """A turn that is no sequence of tool calls; its text goes to the policy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+  """Replaces the first `old` in line number `line` (from 0) by `new`."""
+
+  line: int
+  old: str
+  new: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Executes the public tests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+  """Submits the files as they are; ends the episode."""
+
+
+ToolCall = Edit | Run | Done
+
+
+class Runner(Protocol):
+  """Runs the public tests of a task on some files."""
+
+  async def __call__(self, task: tasks.Task, files: Mapping[str, str]) -> str:
+    """Returns what the policy is shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """Result of one call: the files after it and what the policy is shown."""
+
+  files: Mapping[str, str]
+  text: str
+  failed: bool = False
+
+
+def edit(files: Mapping[str, str], call: Edit) -> Outcome:
+  """Applies an edit to the only (or first) file."""
+  path, source = next(iter(files.items()))
+  lines = source.split('\n')
+  if call.line >= len(lines):
+    return Outcome(files, f'no line {call.line}', failed=True)
+  if call.old not in lines[call.line]:
+    return Outcome(files, f'no {call.old} in line {call.line}', failed=True)
+  if call.old == call.new:
+    return Outcome(files, 'no change', failed=True)
+  lines[call.line] = lines[call.line].replace(call.old, call.new, 1)
+  return Outcome({**files, path: '\n'.join(lines)}, 'ok')
+
+
+async def execute(
+    call: ToolCall, task: tasks.Task, files: Mapping[str, str], runner: Runner
+) -> Outcome:
+  """Carries out one call; `Done` changes nothing and says nothing."""
+  match call:
+    case Edit():
+      return edit(files, call)
+    case Run():
+      return Outcome(files, await runner(task, files))
+    case Done():
+      return Outcome(files, '')
+
+
+def truncate(text: str, limit_bytes: int) -> str:
+  """Cuts the middle out of a text longer than `limit_bytes` (UTF-8).
+
+  The start says what ran and the end says how it went: both stay.
+  """
+  data = text.encode(errors='replace')
+  if len(data) <= limit_bytes:
+    return text
+  mark = b'...'
+  keep = max(limit_bytes - len(mark), 0)
+  head, tail = keep - keep // 2, keep // 2
+  data = data[:head] + mark + (data[-tail:] if tail else b'')
+  return data.decode(errors='ignore')

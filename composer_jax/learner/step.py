@@ -1,0 +1,330 @@
+"""The train step: forward with replay, mask, global denominator, accumulation.
+
+A loss only turns `TokenStats` into a number per token. Everything that must
+not differ between losses lives here, once. The loss is evaluated on the WHOLE
+micro-batch, gathered from every device: a sequence-level loss sees all
+segments of a rollout wherever they were packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from composer_jax import config
+from composer_jax.learner import batch as batch_lib
+from composer_jax.model import params as params_lib
+from composer_jax.model import transformer
+
+Batch = batch_lib.Batch
+TokenStats = batch_lib.TokenStats
+
+
+def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
+  """The trainer's mesh over the first `cfg.data` devices.
+
+  Raises:
+    ValueError: the process has fewer devices.
+  """
+  devices = jax.devices()
+  if cfg.data > len(devices):
+    raise ValueError(
+        f'mesh.data={cfg.data}: only {len(devices)} device(s) here; lower it'
+        ' with --set=mesh.data=N'
+    )
+  return jax.sharding.Mesh(np.asarray(devices[: cfg.data]), ('data',))
+
+
+def init_state(
+    cfg: config.ModelConfig,
+    tx: optax.GradientTransformation,
+    seed: int,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """f32 masters and optimizer state, replicated over the mesh."""
+  params = params_lib.init(cfg, jax.random.key(seed))
+  state = batch_lib.TrainState(
+      jnp.zeros((), jnp.int32), params, tx.init(params)
+  )
+  return jax.device_put(state, NamedSharding(mesh, P()))
+
+
+def _rounded(params: params_lib.Params) -> params_lib.Params:
+  """Masters as the rollout side sees them: bf16 values held in f32."""
+  return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
+
+
+def _target_stats(params, batch: Batch, cfg):
+  """Log-prob and entropy of token t at index t, and what the router did."""
+  out = transformer.forward(
+      params,
+      batch.tokens,
+      batch.segments,
+      batch.positions,
+      cfg=cfg,
+      routing=batch.routing,
+  )
+  targets = jnp.roll(batch.tokens, -1, axis=1)
+  stats = transformer.token_logps(params, out.hidden, targets, cfg=cfg)
+  logps, entropy = (jnp.roll(s, 1, axis=1) for s in stats)
+  return logps, entropy, out
+
+
+def _masked(batch: Batch, logps, entropy) -> TokenStats:
+  """What the loss sees; entries that are not trained are exactly zero."""
+  mask = batch.sampled & (batch.segments > 0) & (batch.positions > 0)
+  keep = lambda x: jnp.where(mask, x, 0.0)
+  return TokenStats(
+      logps=keep(logps),
+      behaviour_logps=keep(batch.behaviour_logps),
+      advantages=keep(batch.advantages),
+      entropy=lax.stop_gradient(keep(entropy)),
+      mask=mask.astype(jnp.float32),
+      staleness=batch.staleness,
+      segments=batch.rollouts,
+  )
+
+
+def _same_version(batch: Batch) -> jax.Array:
+  """bool [B T]: token and everything before it came from current weights."""
+  stale = (batch.staleness != 0).astype(jnp.int32)
+  seen = jnp.cumsum(stale, axis=1)
+  start = jnp.arange(stale.shape[1])[None, :] - batch.positions
+  before = jnp.take_along_axis(seen - stale, start, axis=1)
+  return seen == before
+
+
+def _mismatch_metrics(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
+  """k3 estimate of KL(behaviour || trainer), fresh and stale apart."""
+  log_ratio = stats.logps - stats.behaviour_logps
+  k3 = jnp.exp(log_ratio) - 1.0 - log_ratio
+  same = stats.mask * _same_version(batch)
+  mean, peak = batch_lib.Mean.of, batch_lib.Max.of
+  return {
+      'mismatch/kl_same_version': mean(k3, same),
+      'mismatch/kl_stale': mean(k3, stats.mask - same),
+      'mismatch/same_version_share': mean(same, stats.mask),
+      'mismatch/beyond_ln2': mean(
+          (jnp.abs(log_ratio) > jnp.log(2.0)).astype(jnp.float32), stats.mask
+      ),
+      'mismatch/max_log_ratio': peak(jnp.abs(log_ratio), stats.mask),
+      'staleness/token_mean': mean(
+          batch.staleness.astype(jnp.float32), stats.mask
+      ),
+      'entropy': mean(stats.entropy, stats.mask),
+  }
+
+
+def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
+  per_token, metrics = loss(stats)
+  if per_token.shape != stats.mask.shape:
+    raise ValueError(
+        f'loss {type(loss).__name__} returned shape {per_token.shape}: want'
+        f' one value per token, {stats.mask.shape}'
+    )
+  return per_token, metrics
+
+
+@functools.partial(
+    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance')
+)
+def gradients(
+    params: params_lib.Params,
+    batch: Batch,
+    denominator: jax.Array,
+    *,
+    cfg: config.ModelConfig,
+    loss: batch_lib.Loss,
+    mesh: jax.sharding.Mesh,
+    balance: float = 0.0,
+) -> tuple[params_lib.Params, batch_lib.Metrics]:
+  """Gradient of sum(mask * per_token) / denominator over one micro-batch.
+
+  The derivative is taken at the bf16-rounded masters (what rollouts ran) and
+  applied to the f32 masters, straight through the rounding.
+
+  Args:
+    params: f32 masters, replicated.
+    batch: [B T], B a multiple of the mesh's devices.
+    denominator: f32 [], the global constant Z; the same for every micro-batch
+      of a step, so the sum over micro-batches is the step's gradient.
+    cfg: the model.
+    loss: static; hashes by value.
+    mesh: axis 'data' splits B.
+    balance: weight of the router balance term (Fedus et al., arXiv
+      2101.03961), per micro-batch; 0 in RL.
+
+  Returns:
+    (gradients f32, metrics).
+
+  Raises:
+    ValueError: the loss returns a wrong shape (at trace time).
+  """
+
+  def local(params, batch, denominator):
+    def forward(params):
+      logps, entropy, out = _target_stats(params, batch, cfg)
+      return (logps, out.router_stats.balance), (entropy, out.router_stats)
+
+    (logps, balanced), vjp, (entropy, routers) = jax.vjp(
+        forward, _rounded(params), has_aux=True
+    )
+    gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
+    whole = jax.tree.map(gather, batch)
+    entropy = gather(entropy)
+
+    def objective(logps):
+      stats = _masked(whole, logps, entropy)
+      per_token, metrics = _loss_of(loss, stats)
+      masked = jnp.where(stats.mask > 0, per_token, 0.0)
+      return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
+
+    every = gather(logps)
+    d_every, (stats, masked, metrics) = jax.grad(objective, has_aux=True)(every)
+    rows = logps.shape[0]
+    d_logps = lax.dynamic_slice_in_dim(
+        d_every, lax.axis_index('data') * rows, rows
+    )
+    share = jnp.full((), balance / mesh.size, jnp.float32)
+    (grads,) = vjp((d_logps, share))
+    grads, routers, balanced = lax.psum((grads, routers, balanced), 'data')
+    mean = batch_lib.Mean
+    metrics |= _mismatch_metrics(whole, stats)
+    metrics |= {
+        'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
+        'routing/disagreement': mean(routers.disagreeing, routers.choices),
+        'routing/blank': mean(
+            routers.blank,
+            cfg.layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
+        ),
+        'routing/balance': mean(balanced, jnp.asarray(float(mesh.size))),
+    }
+    return grads, metrics
+
+  return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(P(), P('data'), P()),
+      out_specs=(P(), P()),
+      check_vma=False,
+  )(params, batch, denominator)
+
+
+@functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
+def apply_gradients(
+    state: batch_lib.TrainState,
+    grads: params_lib.Params,
+    *,
+    tx: optax.GradientTransformation,
+) -> batch_lib.TrainState:
+  """One optimizer update."""
+  updates, opt_state = tx.update(grads, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  return batch_lib.TrainState(state.step + 1, params, opt_state)
+
+
+_norm = jax.jit(optax.global_norm)
+_add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+_merge = jax.jit(batch_lib.merge)
+
+
+def train_step(
+    state: batch_lib.TrainState,
+    batches: Sequence[Batch],
+    denominator: float,
+    *,
+    cfg: config.ModelConfig,
+    loss: batch_lib.Loss,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    balance: float = 0.0,
+    on_nonfinite: Callable[[Batch], str] | None = None,
+) -> tuple[batch_lib.TrainState, dict[str, float]]:
+  """One optimizer update over micro-batches of equal shape.
+
+  Args:
+    state: donated.
+    batches: numpy or device batches; their number may change from step to
+      step without recompiling.
+    denominator: Z of the whole step.
+    cfg: the model.
+    loss: what to minimise.
+    tx: built once per run (a new object is a new jit key).
+    mesh: the trainer's.
+    balance: weight of the router balance term.
+    on_nonfinite: saves the offending batch and returns where it did.
+
+  Returns:
+    (state, metrics by name).
+
+  Raises:
+    FloatingPointError: loss or gradient is not finite; state is untouched.
+  """
+  rows = NamedSharding(mesh, P('data'))
+  z = jnp.asarray(denominator, jnp.float32)
+  grads = metrics = None
+  for batch in batches:
+    batch = jax.device_put(batch, rows)
+    g, m = gradients(
+        state.params, batch, z, cfg=cfg, loss=loss, mesh=mesh, balance=balance
+    )
+    if not np.isfinite(jax.device_get(m['loss'].total)):
+      where = on_nonfinite(jax.device_get(batch)) if on_nonfinite else 'no file'
+      raise FloatingPointError(
+          f'step {int(state.step)}: loss {type(loss).__name__} is'
+          f' {float(m["loss"].total)}; offending batch: {where}'
+      )
+    grads = g if grads is None else _add(grads, g)
+    metrics = m if metrics is None else _merge(metrics, m)
+  norm = float(_norm(grads))
+  if not np.isfinite(norm):
+    where = on_nonfinite(jax.device_get(batch)) if on_nonfinite else 'no file'
+    raise FloatingPointError(
+        f'step {int(state.step)}: gradient norm is {norm} although the loss is'
+        f' finite; last batch: {where}'
+    )
+  state = apply_gradients(state, grads, tx=tx)
+  metrics = jax.device_get(metrics)
+  figures = {k: float(v.value()) for k, v in metrics.items()}
+  return state, figures | {'grad_norm': norm}
+
+
+@functools.partial(jax.jit, static_argnames=('cfg', 'mesh'))
+def score(
+    params: params_lib.Params,
+    batch: Batch,
+    *,
+    cfg: config.ModelConfig,
+    mesh: jax.sharding.Mesh,
+) -> tuple[jax.Array, jax.Array]:
+  """The trainer's forward without a loss, for audits and held-out figures.
+
+  Args:
+    params: as published (bf16 values).
+    batch: [B T]; its routing is replayed, None routes live.
+    cfg: the model.
+    mesh: the trainer's.
+
+  Returns:
+    (log-prob of token t at index t f32 [B T], routing [B T L K]).
+  """
+
+  def local(params, batch):
+    logps, _, out = _target_stats(params, batch, cfg)
+    return logps, out.routing
+
+  return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(P(), P('data')),
+      out_specs=(P('data'), P('data')),
+      check_vma=False,
+  )(params, batch)

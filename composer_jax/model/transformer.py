@@ -1,0 +1,177 @@
+"""The trainer's forward: packed rows in, hidden states and routing out."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from composer_jax import config
+from composer_jax import trace
+from composer_jax.model import attention
+from composer_jax.model import moe
+from composer_jax.model import params as params_lib
+from composer_jax.typing import typed
+from kernels_triton import attention as attention_kernel
+from kernels_triton import logprob
+
+
+class RouterStats(NamedTuple):
+  """Sums over real tokens and layers; counts are added, never averaged."""
+
+  balance: jax.Array  # f32 [], mean over layers of E sum_e load_e prob_e
+  disagreeing: jax.Array  # f32 [], choices where live and used differ
+  choices: jax.Array  # f32 [], choices that were replayed
+  blank: jax.Array  # f32 [], real tokens without a recorded route (x L)
+
+
+class Output(NamedTuple):
+  hidden: jax.Array  # [B T D], before the final norm
+  routing: jax.Array  # u8|u16 [B T L K]
+  router_stats: RouterStats
+
+
+def blank_routing(cfg: config.ModelConfig, *shape: int) -> jax.Array:
+  """Routes [*shape L K] that leave every choice to the live router."""
+  dtype = trace.route_dtype(cfg.experts)
+  full = (*shape, cfg.layers, cfg.top_k)
+  return jnp.full(full, trace.blank_route(dtype), dtype)
+
+
+def block(
+    x: jax.Array,
+    weights: params_lib.Layers,
+    angles: jax.Array,
+    recorded: jax.Array,
+    attend: Callable[..., jax.Array],
+    cfg: config.ModelConfig,
+) -> tuple[jax.Array, moe.Routing]:
+  """One layer on n rows; the one definition that both roles run.
+
+  Args:
+    x: [n D].
+    weights: of one layer.
+    angles: f32 [n 2 H/2].
+    recorded: [n K].
+    attend: (q [n N H], k [n M H], v [n M H]) -> f32 [n N H].
+    cfg: the model.
+
+  Returns:
+    (x [n D], routing).
+  """
+  q, k, v = attention.project(x, weights.attention, angles, cfg)
+  attended = attend(q, k, v)
+  return moe.layer(x, attended, recorded, weights.attention, weights.moe, cfg)
+
+
+def layer_inputs(routing: jax.Array) -> jax.Array:
+  """Routes [B T L K] -> [L B*T K], the order of the scan over layers."""
+  layers, k = routing.shape[-2:]
+  return routing.reshape(-1, layers, k).transpose(1, 0, 2)
+
+
+def _router_stats(
+    routing: moe.Routing, recorded, real, cfg: config.ModelConfig
+) -> RouterStats:
+  """Sums of one layer over real tokens; real f32 [n]."""
+  tokens = jnp.maximum(jnp.sum(real), 1.0)
+  probs = jax.nn.softmax(routing.logits, axis=-1)
+  mean_prob = jnp.sum(probs * real[:, None], axis=0) / tokens
+  ids = jnp.arange(cfg.experts)[None, None, :]
+  hits = jnp.sum(routing.experts[:, :, None] == ids, axis=1)
+  load = jnp.sum(hits * real[:, None], axis=0) / tokens / cfg.top_k
+  blank = trace.blank_route(trace.route_dtype(cfg.experts))
+  is_blank = (recorded[:, 0] == blank).astype(jnp.float32)
+  replayed = real * (1.0 - is_blank)
+  missing = jnp.all(
+      routing.experts[:, :, None] != routing.live[:, None, :], axis=2
+  )
+  return RouterStats(
+      balance=cfg.experts * jnp.sum(mean_prob * load),
+      disagreeing=jnp.sum(missing * replayed[:, None]),
+      choices=jnp.sum(replayed) * cfg.top_k,
+      blank=jnp.sum(real * is_blank),
+  )
+
+
+@typed
+def forward(
+    params: params_lib.Params,
+    tokens: Int[Array, 'B T'],
+    segments: Int[Array, 'B T'],
+    positions: Int[Array, 'B T'],
+    *,
+    cfg: config.ModelConfig,
+    routing: Array | None = None,
+) -> Output:
+  """Runs the model on packed rows.
+
+  Args:
+    params: any float type; arithmetic is f32, activations are cfg.dtype.
+    tokens: ids.
+    segments: 0 = pad; a token sees its own segment only. A segment starts at
+      a multiple of the attention key block (`learner.packing` sees to it).
+    positions: within the segment.
+    cfg: the model.
+    routing: u8|u16 [B T L K] to replay; blank rows (and None) route live.
+
+  Returns:
+    hidden [B T D], the routing used, and router statistics.
+  """
+  b, t = tokens.shape
+  if routing is None:
+    routing = blank_routing(cfg, b, t)
+  x = params.embedding[tokens.reshape(-1)].astype(cfg.dtype)
+  table = jnp.asarray(attention.rope_table(cfg, t))
+  angles = table[positions.reshape(-1)]
+  real = (segments.reshape(-1) > 0).astype(jnp.float32)
+
+  def attend(q, k, v):
+    q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
+    out = attention_kernel.segment_attention(q, k, v, segments, positions)
+    return out.reshape(b * t, *out.shape[2:])
+
+  def body(x, xs):
+    weights, recorded = xs
+    x, routed = block(x, weights, angles, recorded, attend, cfg)
+    return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
+
+  x, (experts, stats) = lax.scan(
+      body, x, (params.layers, layer_inputs(routing))
+  )
+  used = experts.transpose(1, 0, 2).reshape(b, t, cfg.layers, cfg.top_k)
+  stats = RouterStats(jnp.mean(stats.balance), *(jnp.sum(s) for s in stats[1:]))
+  return Output(
+      x.reshape(b, t, -1), used.astype(trace.route_dtype(cfg.experts)), stats
+  )
+
+
+@typed
+def token_logps(
+    params: params_lib.Params,
+    hidden: Float[Array, 'B T D'],
+    targets: Int[Array, 'B T'],
+    *,
+    cfg: config.ModelConfig,
+) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
+  """Log-prob of targets[b, t] given hidden[b, t], and the entropy there.
+
+  Args:
+    params: the model's.
+    hidden: from `forward`.
+    targets: ids; the caller shifts them.
+    cfg: the model.
+
+  Returns:
+    (log-probs, entropy in nats); [B T V] is never held.
+  """
+  shape = targets.shape
+  logps, entropy = logprob.target_log_probs(
+      (params.norm, params.unembed),
+      hidden.reshape(-1, hidden.shape[-1]),
+      targets.reshape(-1),
+      cfg.norm_eps,
+  )
+  return logps.reshape(shape), entropy.reshape(shape)

@@ -1,0 +1,68 @@
+"""Drawing tokens: Gumbel-max keyed by the request, never by the batch.
+
+The noise of a token is a function of (request seed, position of the token)
+alone. Its slot, the size of the batch and the order of arrival do not enter,
+so a request is answered with the same tokens whatever runs beside it. There is
+no top-k and no top-p: a truncated sample has another distribution than the
+log-prob recorded for it, and would bias every importance ratio.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Float32
+from jaxtyping import Int32
+from jaxtyping import UInt32
+
+from composer_jax.typing import typed
+from kernels_triton import rows
+
+_MANTISSA_BITS = 23  # of a float32
+
+
+def _random_bits(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
+  key = jax.random.key(seed, impl='threefry2x32')
+  return jax.random.bits(jax.random.fold_in(key, position), (size,))
+
+
+def _scores(_, logps, bits, temperatures):
+  """Tempered log-probs plus noise, [R V]; plain log-probs at temperature 0."""
+  # Uniform in [tiny, 1): the high bits become the mantissa of [1, 2).
+  high = (bits >> (32 - _MANTISSA_BITS)) | jnp.uint32(0x3F800000)
+  uniform = lax.bitcast_convert_type(high, jnp.float32) - 1.0
+  uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
+  gumbel = -jnp.log(-jnp.log(uniform))
+  hot = temperatures[:, None] > 0
+  tempered = logps / jnp.where(hot, temperatures[:, None], 1.0)
+  return jnp.where(hot, tempered + gumbel, logps)
+
+
+@typed
+def sample(
+    logps: Float32[Array, 'N V'],
+    seeds: UInt32[Array, 'N'],
+    positions: Int32[Array, 'N'],
+    temperatures: Float32[Array, 'N'],
+) -> tuple[Int32[Array, 'N'], Float32[Array, 'N']]:
+  """Draws one token per row.
+
+  Args:
+    logps: log-softmax of the model.
+    seeds: of the requests.
+    positions: index in its sequence of the token to draw.
+    temperatures: 0 takes the likeliest token, the lowest id on a tie.
+
+  Returns:
+    (tokens, log-probs of the tokens under `logps`, which is temperature 1).
+  """
+  size = logps.shape[1]
+  # Integers are exact in any shape; only floats need blocks of one shape.
+  bits = jax.vmap(_random_bits, in_axes=(0, 0, None))(seeds, positions, size)
+  scores = rows.run_rows(_scores, None, logps, bits, temperatures)
+  # Two plain reductions vectorise better than an argmax.
+  peak = jnp.max(scores, axis=-1, keepdims=True)
+  peak = lax.optimization_barrier(peak)
+  ids = jnp.arange(size, dtype=jnp.int32)[None, :]
+  tokens = jnp.min(jnp.where(scores == peak, ids, size), axis=-1)
+  return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=1)[:, 0]

@@ -1,0 +1,201 @@
+"""Lossless delta codec of weight tiles, and the digests that guard it.
+
+A tile travels as (codec id, payload); ids are part of the stored format and
+are never reused. 2 (`E`, buckets by exponent) and 3 (`F`, range coder) are
+kept for the denser codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import struct
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+import zstandard
+
+from composer_jax.weights import kernels
+from composer_jax.weights import layout
+from composer_jax.weights import reference
+
+RAW = 0  # the tile's bytes
+D2 = 1  # 2-byte floats: `reference.Streams`, zstd per stream
+XOR = 4  # any other type: XOR of the bytes, zstd
+
+_LEVEL = 1
+_HEAD = struct.Struct('<7I')  # changed, 3 lengths, 3 stored sizes
+_local = threading.local()
+
+
+class Encoded(NamedTuple):
+  """A tile on its way; an empty payload of a delta codec means no change."""
+
+  codec: int
+  payload: bytes
+  changed: int  # elements
+
+
+def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
+  """This thread's contexts: they are costly to make and not thread-safe."""
+  if not hasattr(_local, 'zstd'):
+    _local.zstd = (
+        zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False),
+        zstandard.ZstdDecompressor(),
+    )
+  return _local.zstd
+
+
+def _pack(data: np.ndarray) -> bytes:
+  """zstd, or the bytes themselves if that is not smaller."""
+  raw = data.tobytes()
+  packed = _zstd()[0].compress(raw)
+  return packed if len(packed) < len(raw) else raw
+
+
+def _unpack(packed: bytes, length: int) -> bytes:
+  """Inverse of `_pack` for a stream of `length` bytes."""
+  if len(packed) == length:
+    return packed
+  try:
+    raw = _zstd()[1].decompress(packed, max_output_size=length)
+  except zstandard.ZstdError as e:
+    raise ValueError(f'delta payload: {e}; damaged') from e
+  if len(raw) != length:
+    raise ValueError(f'delta payload: {len(raw)} bytes, want {length}; damaged')
+  return raw
+
+
+def _encode_d2(old: np.ndarray, new: np.ndarray, impl) -> tuple[bytes, int]:
+  changed, *streams = impl.split(old, new)
+  if not changed:
+    return b'', 0
+  packed = [_pack(s) for s in streams]
+  gaps, _, skips, magnitudes = streams
+  lengths = (changed, gaps.nbytes, skips.nbytes, magnitudes.nbytes)
+  sizes = [len(p) for p in packed[:3]]
+  return b''.join((_HEAD.pack(*lengths, *sizes), *packed)), changed
+
+
+def _apply_d2(payload: bytes, old: np.ndarray, impl) -> np.ndarray:
+  if len(payload) < _HEAD.size:
+    raise ValueError(f'delta payload: {len(payload)} bytes; truncated')
+  changed, gaps, skips, magnitudes, *sizes = _HEAD.unpack_from(payload)
+  # Bounds first: lengths of a damaged head must not decide an allocation.
+  most = old.size + old.size // 255 + 1
+  if max(changed, gaps, skips, magnitudes // 2) > most or magnitudes % 2:
+    raise ValueError('delta payload: lengths exceed the tile; damaged')
+  view, at, streams = memoryview(payload), _HEAD.size, []
+  lengths = (gaps, -(-changed // 8), skips, magnitudes)
+  for size, length in zip((*sizes, len(payload)), lengths, strict=True):
+    streams.append(np.frombuffer(_unpack(view[at : at + size], length), 'u1'))
+    at += size
+  streams[3] = streams[3].view('<u2')
+  return impl.merge(old, reference.Streams(changed, *streams))
+
+
+def encode(
+    old: np.ndarray | None,
+    new: np.ndarray,
+    *,
+    itemsize: int = 2,
+    raw_above: float = 1.0,
+    impl=kernels,
+) -> Encoded:
+  """Encodes one tile.
+
+  Args:
+    old: the words the receiver has (`layout.Table.read`); None for a base.
+    new: the words it shall have, same shape: uint16 [n], or uint8 [bytes].
+    itemsize: bytes per element.
+    raw_above: changed fraction above which deltas are not worth their time.
+    impl: `kernels` or `reference`; both give the same bytes.
+
+  Returns:
+    The payload of the smaller of delta and raw.
+  """
+  raw = new.tobytes()
+  if old is None:
+    return Encoded(RAW, raw, new.nbytes // itemsize)
+  if new.dtype == np.uint16:
+    codec = D2
+    payload, changed = _encode_d2(old, new, impl)
+  else:
+    codec = XOR
+    mask = old ^ new
+    changed = int(mask.reshape(-1, itemsize).any(axis=1).sum())
+    payload = _pack(mask) if changed else b''
+  if not changed:
+    return unchanged(new)
+  if changed > raw_above * (new.nbytes // itemsize) or len(payload) >= len(raw):
+    return Encoded(RAW, raw, changed)
+  return Encoded(codec, payload, changed)
+
+
+def unchanged(words: np.ndarray) -> Encoded:
+  """What `encode` says of a tile that stayed as it was."""
+  return Encoded(D2 if words.dtype == np.uint16 else XOR, b'', 0)
+
+
+def apply(
+    codec: int,
+    payload: bytes,
+    old: np.ndarray | None,
+    dtype: np.dtype | None = None,
+    *,
+    impl=kernels,
+) -> np.ndarray:
+  """Decodes one tile into a fresh array (or a view of a raw payload).
+
+  Args:
+    codec: id from `encode`.
+    payload: bytes from `encode`, already checked against their digest.
+    old: the words `encode` saw; may be None for `RAW` if dtype is given.
+    dtype: word type, uint16 or uint8; that of `old` by default.
+    impl: `kernels` or `reference`.
+
+  Returns:
+    The new words, flat.
+
+  Raises:
+    ValueError: unknown codec or damaged payload.
+  """
+  if codec == RAW:
+    return np.frombuffer(payload, old.dtype if dtype is None else dtype)
+  if codec not in (D2, XOR):
+    raise ValueError(f'codec={codec}: unknown; this reader is too old')
+  if not payload:
+    return old.copy()
+  if codec == D2:
+    return _apply_d2(payload, old, impl)
+  return old ^ np.frombuffer(_unpack(payload, old.nbytes), np.uint8)
+
+
+def digest(words: np.ndarray | bytes) -> bytes:
+  """xxh3-128 of the bytes: 16 bytes that find damage, not malice."""
+  return xxhash.xxh3_128_digest(words)
+
+
+def digests(
+    named: Mapping[str, np.ndarray], table: layout.Table
+) -> np.ndarray:
+  """Digest of every tile, uint8 [tiles 16]."""
+  out = [digest(table.read(named, i)) for i in range(len(table.tiles))]
+  return np.frombuffer(b''.join(out), np.uint8).reshape(-1, 16)
+
+
+def root(
+    named: Mapping[str, np.ndarray],
+    tile_elements: int = layout.TILE_ELEMENTS,
+) -> str:
+  """Root digest of named arrays: the `WeightVersion.digest` they carry.
+
+  It covers names, shapes, types, tile grid and every bit.
+
+  Args:
+    named: arrays by name.
+    tile_elements: of the store's config; the digest depends on it.
+  """
+  table = layout.Table.of(named, tile_elements)
+  return table.root(digests(named, table))

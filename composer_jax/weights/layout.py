@@ -1,0 +1,137 @@
+"""How named arrays are cut into tiles, and their canonical order.
+
+A tile is a block of about `tile_elements` values in the LOGICAL coordinates
+of its array, never in the coordinates of a device shard: a trainer and a
+rollout host with different meshes both own unions of whole tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+
+TILE_ELEMENTS = 262_144
+
+
+def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
+  """Number of parts that every axis is cut into.
+
+  Leading axes (layers, experts) are cut first and evenly, so that an expert's
+  tiles are neighbors; the last two axes are halved, the longer edge first,
+  so that cuts fall on multiples of dim / 16 until tiles get smaller than that.
+
+  Args:
+    shape: shape of the array, () included.
+    tile_elements: largest wanted number of values in a tile.
+
+  Returns:
+    Parts per axis; the cut points of an axis are `i * dim // parts`.
+  """
+  parts = [1] * len(shape)
+
+  def edge(axis: int) -> int:
+    return -(-shape[axis] // parts[axis])
+
+  def size() -> int:
+    return math.prod(edge(axis) for axis in range(len(shape)))
+
+  for axis in range(len(shape) - 2):
+    need = -(-size() // tile_elements)
+    dim = shape[axis]
+    parts[axis] = next((p for p in range(need, dim) if dim % p == 0), dim)
+    parts[axis] = max(parts[axis], 1)
+  while size() > tile_elements:
+    axis = max(range(len(shape))[-2:], key=edge)
+    parts[axis] = min(2 * parts[axis], shape[axis])
+  return tuple(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+  """One array: its name, shape, numpy dtype name and tile grid."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  grid: tuple[int, ...]
+
+  def blocks(self) -> Iterator[tuple[slice, ...]]:
+    """Index expressions of the tiles, last axis fastest."""
+    axes = [
+        [slice(i * dim // n, (i + 1) * dim // n) for i in range(n)]
+        for dim, n in zip(self.shape, self.grid, strict=True)
+    ]
+    return itertools.product(*axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Every array of a version, by name, and the order of all their tiles."""
+
+  params: tuple[Param, ...]
+
+  @classmethod
+  def of(cls, named: Mapping[str, np.ndarray], tile_elements: int) -> Table:
+    """The table of arrays by name; works on anything with shape and dtype."""
+    return cls(
+        tuple(
+            Param(
+                name,
+                tuple(map(int, a.shape)),
+                str(a.dtype),
+                grid(tuple(a.shape), tile_elements),
+            )
+            for name, a in sorted(named.items())
+        )
+    )
+
+  @classmethod
+  def from_json(cls, rows: list) -> Table:
+    """Inverse of `to_json`."""
+    return cls(
+        tuple(Param(n, tuple(s), d, tuple(g)) for n, s, d, g in rows)
+    )
+
+  def to_json(self) -> list:
+    return [[p.name, p.shape, p.dtype, p.grid] for p in self.params]
+
+  @functools.cached_property
+  def tiles(self) -> tuple[tuple[str, tuple[slice, ...]], ...]:
+    """(array name, block) of every tile; the index is the tile's number."""
+    return tuple((p.name, block) for p in self.params for block in p.blocks())
+
+  def read(self, named: Mapping[str, np.ndarray], tile: int) -> np.ndarray:
+    """The words of a tile, flat: uint16 for 2-byte types, else uint8."""
+    name, block = self.tiles[tile]
+    array = np.ascontiguousarray(named[name][block]).reshape(-1)
+    return array.view(np.uint16 if array.itemsize == 2 else np.uint8)
+
+  def write(
+      self, named: Mapping[str, np.ndarray], tile: int, words: np.ndarray
+  ) -> None:
+    """Stores the words of a tile into its array, in place."""
+    name, block = self.tiles[tile]
+    target = named[name][block]
+    named[name][block] = words.view(target.dtype).reshape(target.shape)
+
+  def empty(self) -> dict[str, np.ndarray]:
+    """Uninitialized arrays of the table."""
+    return {p.name: np.empty(p.shape, dtype(p.dtype)) for p in self.params}
+
+  def root(self, digests: np.ndarray) -> str:
+    """Root digest from the digests of all tiles, uint8 [tiles 16]."""
+    head = json.dumps(self.to_json(), separators=(',', ':')).encode()
+    return hashlib.sha256(head + digests.tobytes()).hexdigest()
+
+
+def dtype(name: str) -> np.dtype:
+  """The numpy type of that name, ml_dtypes' small floats included."""
+  return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,268 @@
+"""Causal segment attention and its decode twin, with the same bits.
+
+Both call one tile: QUERY_ROWS query tokens (times the query heads of one
+key-value head) against key blocks of KEY_BLOCK keys in ascending order. The
+softmax is two-pass: the maximum over every score, then exp(s - max) @ [v | 1]
+summed block by block, one division at the end. Nothing is rescaled, so a
+wholly masked block adds exact zeros and may be skipped or not without
+changing a bit; that is what makes packed rows, short caches and long caches
+agree. Segments must start at multiples of KEY_BLOCK, or the blocks of the two
+roles would cut the keys in different places.
+"""
+
+from collections.abc import Callable
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kernels_triton import contract
+
+_MASKED = -1e30
+_ONES = 8  # columns of ones next to v: their product is the softmax sum
+
+
+def _block(x: jax.Array, start, size: int, axis: int) -> jax.Array:
+  return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _add_block(x: jax.Array, value: jax.Array, start, axis: int) -> jax.Array:
+  size = value.shape[axis]
+  total = _block(x, start, size, axis) + value
+  return lax.dynamic_update_slice_in_dim(x, total, start, axis)
+
+
+def _nt(a: jax.Array, b: jax.Array) -> jax.Array:
+  """a [.. m d] times b [.. n d] transposed."""
+  return jnp.einsum('bkmd,bknd->bkmn', a, b)
+
+
+def fold(q: jax.Array, kv_heads: int) -> jax.Array:
+  """[B T N H] -> [B M T*G H]: the G query heads of a kv head are rows."""
+  b, t, n, h = q.shape
+  q = q.reshape(b, t, kv_heads, n // kv_heads, h)
+  return q.transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, h)
+
+
+def unfold(x: jax.Array, q_heads: int) -> jax.Array:
+  """Inverse of `fold`: [B M T*G H] -> [B T N H]."""
+  b, m, rows, h = x.shape
+  g = q_heads // m
+  x = x.reshape(b, m, rows // g, g, h).transpose(0, 2, 1, 3, 4)
+  return x.reshape(b, rows // g, q_heads, h)
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+  """[B T M H] -> [B M T H], the layout of keys and values here."""
+  return x.transpose(0, 2, 1, 3)
+
+
+def _with_ones(v: jax.Array) -> jax.Array:
+  return jnp.concatenate([v, jnp.ones((*v.shape[:-1], _ONES), v.dtype)], -1)
+
+
+def _tile(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks,
+    visible: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """One query tile on key blocks [0, blocks).
+
+  Args:
+    q: [B M R H], scaled.
+    k: [B M S H], S a multiple of KEY_BLOCK.
+    v: [B M S H + ONES], the ones appended.
+    blocks: i32 [], how many key blocks to visit.
+    visible: start of a block -> bool broadcastable to [B M R KEY_BLOCK].
+
+  Returns:
+    (out [B M R H], max [B M R 1], sum [B M R 1]), f32.
+  """
+  size = contract.KEY_BLOCK
+  h = q.shape[-1]
+  q = lax.optimization_barrier(q)
+
+  def score(j, carry):
+    scores, peak = carry
+    start = j * size
+    s = _nt(q, _block(k, start, size, 2))
+    s = lax.optimization_barrier(jnp.where(visible(start), s, _MASKED))
+    scores = lax.dynamic_update_slice_in_dim(scores, s, start, 3)
+    return scores, jnp.maximum(peak, jnp.max(s, axis=-1, keepdims=True))
+
+  scores = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+  peak = jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32)
+  scores, peak = lax.fori_loop(0, blocks, score, (scores, peak))
+
+  def accumulate(j, out):
+    start = j * size
+    e = jnp.exp(_block(scores, start, size, 3) - peak)
+    e = lax.optimization_barrier(e)
+    part = jnp.einsum('bkms,bksd->bkmd', e, _block(v, start, size, 2))
+    return out + lax.optimization_barrier(part)
+
+  out = jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32)
+  out = lax.fori_loop(0, blocks, accumulate, out)
+  total = out[..., h : h + 1]
+  return out[..., :h] / total, peak, total
+
+
+def _visible(q_segments, q_positions, k_segments, k_positions):
+  """bool [B 1 R S] from [B R] and [B S]."""
+  same = q_segments[:, :, None] == k_segments[:, None, :]
+  causal = k_positions[:, None, :] <= q_positions[:, :, None]
+  return (same & causal)[:, None]
+
+
+def _forward(q, k, v, segments, positions):
+  t, n = q.shape[1], q.shape[2]
+  m = k.shape[2]
+  g = n // m
+  size, keys = contract.QUERY_ROWS, contract.KEY_BLOCK
+  if t % keys:
+    raise ValueError(f'rows of {t} tokens: must be a multiple of {keys}')
+  queries = fold(q.astype(jnp.float32), m)
+  k = heads_first(k.astype(jnp.float32))
+  v = heads_first(v.astype(jnp.float32))
+  ones = _with_ones(v)
+
+  def tile(i):
+    start = i * size
+    row_segments = jnp.repeat(_block(segments, start, size, 1), g, axis=1)
+    row_positions = jnp.repeat(_block(positions, start, size, 1), g, axis=1)
+
+    def visible(key):
+      return _visible(
+          row_segments,
+          row_positions,
+          _block(segments, key, keys, 1),
+          _block(positions, key, keys, 1),
+      )
+
+    rows = _block(queries, start * g, size * g, 2)
+    return _tile(rows, k, ones, (start + size + keys - 1) // keys, visible)
+
+  tiles = lax.map(tile, jnp.arange(t // size, dtype=jnp.int32))
+  out, peak, total = (
+      x.transpose(1, 2, 0, 3, 4).reshape(*queries.shape[:3], -1) for x in tiles
+  )
+  residuals = (out, peak, total, queries, k, v, segments, positions)
+  return unfold(out, n), residuals
+
+
+@jax.custom_vjp
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+  """Causal attention within segments of packed rows.
+
+  Args:
+    q: [B T N H], already scaled by H^-1/2.
+    k: [B T M H].
+    v: [B T M H].
+    segments: i32 [B T]; tokens see their own segment only.
+    positions: i32 [B T], within the segment.
+
+  Returns:
+    f32 [B T N H].
+
+  Raises:
+    ValueError: T is not a multiple of KEY_BLOCK.
+  """
+  return _forward(q, k, v, segments, positions)[0]
+
+
+def _backward(residuals, g):
+  out, peak, total, q, k, v, segments, positions = residuals
+  m, t = k.shape[1], k.shape[2]
+  groups = q.shape[2] // t
+  n = m * groups
+  size = 64 if t % 64 == 0 else contract.KEY_BLOCK
+  g = fold(g.astype(jnp.float32), m)
+  delta = jnp.sum(g * out, axis=-1, keepdims=True)
+
+  def query_chunk(i, carry):
+    dq, dk, dv = carry
+    start, count = i * size * groups, size * groups
+    qi, gi, peak_i, total_i, delta_i = (
+        _block(x, start, count, 2) for x in (q, g, peak, total, delta)
+    )
+    row_segments, row_positions = (
+        jnp.repeat(_block(x, i * size, size, 1), groups, axis=1)
+        for x in (segments, positions)
+    )
+
+    def key_chunk(j, inner):
+      dq_i, dk, dv = inner
+      key = j * size
+      kj, vj = _block(k, key, size, 2), _block(v, key, size, 2)
+      mask = _visible(
+          row_segments,
+          row_positions,
+          _block(segments, key, size, 1),
+          _block(positions, key, size, 1),
+      )
+      s = jnp.where(mask, _nt(qi, kj), _MASKED)
+      p = jnp.exp(s - peak_i) / total_i
+      ds = p * (_nt(gi, vj) - delta_i)
+      dk = _add_block(dk, jnp.einsum('bkms,bkmd->bksd', ds, qi), key, 2)
+      dv = _add_block(dv, jnp.einsum('bkms,bkmd->bksd', p, gi), key, 2)
+      return dq_i + jnp.einsum('bkms,bksd->bkmd', ds, kj), dk, dv
+
+    dq_i, dk, dv = lax.fori_loop(
+        0, i + 1, key_chunk, (jnp.zeros_like(qi), dk, dv)
+    )
+    return lax.dynamic_update_slice_in_dim(dq, dq_i, start, 2), dk, dv
+
+  dq, dk, dv = lax.fori_loop(
+      0, t // size, query_chunk, tuple(jnp.zeros_like(x) for x in (q, k, v))
+  )
+  return unfold(dq, n), heads_first(dk), heads_first(dv), None, None
+
+
+segment_attention.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.named_call, name='decode_attention')
+def decode_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> jax.Array:
+  """Attention of one new token per sequence to its cache.
+
+  The token is one live row of a full query tile: a smaller tile would compile
+  to other instructions than the trainer's.
+
+  Args:
+    q: [B N H], already scaled.
+    k: [B M S H], the new key included; S a multiple of KEY_BLOCK.
+    v: [B M S H].
+    positions: i32 [B], of the new token.
+
+  Returns:
+    f32 [B N H].
+  """
+  n, m = q.shape[1], k.shape[1]
+  keys = contract.KEY_BLOCK
+  pad = [(0, 0), (0, contract.QUERY_ROWS - 1), (0, 0), (0, 0)]
+  rows = fold(jnp.pad(q[:, None].astype(jnp.float32), pad), m)
+  ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
+
+  def visible(start):
+    return start + ids <= positions[:, None, None, None]
+
+  blocks = jnp.max(positions) // keys + 1
+  out, _, _ = _tile(
+      rows,
+      k.astype(jnp.float32),
+      _with_ones(v.astype(jnp.float32)),
+      blocks,
+      visible,
+  )
+  return unfold(out, n)[:, 0]

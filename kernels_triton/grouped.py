@@ -1,0 +1,190 @@
+"""SwiGLU experts by a tile map: the grouped matmul of the sparse MoE.
+
+Assignments are grouped by expert; each tile of EXPERT_ROWS rows belongs to one
+expert, so the bits of a row do not depend on how many rows its expert has.
+Dispatch and combine are gathers in both directions: no scatter-add, no order
+that could change.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kernels_triton import contract
+
+
+class _Plan(NamedTuple):
+  slots: jax.Array  # i32 [n K], padded row of each assignment
+  sources: jax.Array  # i32 [tiles * R], assignment of each padded row, or n*K
+  experts: jax.Array  # i32 [tiles], expert of each tile
+  used: jax.Array  # i32 [], tiles that hold any row
+
+
+def _plan(experts: jax.Array, count: int) -> _Plan:
+  size = contract.EXPERT_ROWS
+  total = experts.size
+  flat = experts.reshape(-1)
+  ids = jnp.arange(count, dtype=jnp.int32)[None, :]
+  hits = (flat[:, None] == ids).astype(jnp.int32)
+  rank = jnp.sum((jnp.cumsum(hits, axis=0) - hits) * hits, axis=1)
+  tiles = -(-jnp.sum(hits, axis=0) // size)
+  ends = jnp.cumsum(tiles)
+  most = min(total // size + count, total)
+  slots = (ends - tiles)[flat] * size + rank
+  numbers = jnp.arange(most, dtype=jnp.int32)[:, None]
+  owners = jnp.sum((ends[None, :] <= numbers).astype(jnp.int32), axis=1)
+  sources = jnp.full((most * size,), total, jnp.int32)
+  sources = sources.at[slots].set(
+      jnp.arange(total, dtype=jnp.int32), unique_indices=True
+  )
+  plan = _Plan(
+      slots.reshape(experts.shape),
+      sources,
+      jnp.minimum(owners, count - 1),
+      ends[-1],
+  )
+  return lax.optimization_barrier(plan)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+  return x.at[index].get(mode='promise_in_bounds')
+
+
+def _with_zero_row(x: jax.Array) -> jax.Array:
+  return jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
+
+
+def _sum_slots(y: jax.Array, slots: jax.Array) -> jax.Array:
+  out = _take(y, slots[:, 0])
+  for i in range(1, slots.shape[1]):  # fixed order over the k experts
+    out = out + _take(y, slots[:, i])
+  return out
+
+
+@jax.custom_vjp
+def _dispatch(x, slots, sources):
+  return _take(_with_zero_row(x), sources // slots.shape[1])
+
+
+_dispatch.defvjp(
+    lambda x, slots, sources: (_dispatch(x, slots, sources), slots),
+    lambda slots, g: (_sum_slots(g, slots), None, None),
+)
+
+
+@jax.custom_vjp
+def _combine(y, slots, sources):
+  del sources
+  return _sum_slots(y, slots)
+
+
+_combine.defvjp(
+    lambda y, slots, sources: (
+        _combine(y, slots, sources),
+        (sources, slots.shape[1]),
+    ),
+    lambda r, g: (_take(_with_zero_row(g), r[0] // r[1]), None, None),
+)
+
+
+@jax.custom_vjp
+def _dispatch_gates(gates, slots, sources):
+  del slots
+  return _take(_with_zero_row(gates.reshape(-1)), sources)
+
+
+_dispatch_gates.defvjp(
+    lambda g, slots, sources: (_dispatch_gates(g, slots, sources), slots),
+    lambda slots, d: (_take(d, slots), None, None),
+)
+
+
+def _put(array, value, index):
+  return lax.dynamic_update_index_in_dim(array, value, index, 0)
+
+
+@jax.custom_vjp
+def _tiles(x, gates, w_in, w_out, experts, used):
+  """Expert tiles: x [tiles R D], gates [tiles R] -> f32 [tiles R D]."""
+  return _tiles_forward(x, gates, w_in, w_out, experts, used)[0]
+
+
+def _tiles_forward(x, gates, w_in, w_out, experts, used):
+  def tile(i, out):
+    up = x[i] @ w_in[experts[i]]
+    gate, value = jnp.split(up, 2, axis=-1)
+    act = jax.nn.silu(gate) * value * gates[i][:, None]
+    y, up = lax.optimization_barrier((act @ w_out[experts[i]], up))
+    return _put(out[0], y, i), _put(out[1], up, i)
+
+  ups = jnp.zeros((*x.shape[:2], w_in.shape[-1]), jnp.float32)
+  y, up = lax.fori_loop(0, used, tile, (jnp.zeros_like(x), ups))
+  return y, (x, gates, w_in, w_out, experts, used, up)
+
+
+def _tiles_backward(residuals, dy):
+  x, gates, w_in, w_out, experts, used, up = residuals
+  w_in_t = jnp.swapaxes(w_in, 1, 2)
+  w_out_t = jnp.swapaxes(w_out, 1, 2)
+
+  def tile(i, out):
+    dx, dgates, dw_in, dw_out = out
+    e = experts[i]
+    a, b = jnp.split(up[i], 2, axis=-1)
+    sigmoid = jax.nn.sigmoid(a)
+    z = a * sigmoid * b
+    g = gates[i][:, None]
+    dz = dy[i] @ w_out_t[e]
+    dgate = jnp.sum(dz * z, axis=-1)
+    dz = dz * g
+    da = dz * b * sigmoid * (1.0 + a * (1.0 - sigmoid))
+    dup = jnp.concatenate([da, dz * a * sigmoid], axis=-1)
+    return (
+        _put(dx, dup @ w_in_t[e], i),
+        _put(dgates, dgate, i),
+        _put(dw_in, dw_in[e] + x[i].T @ dup, e),
+        _put(dw_out, dw_out[e] + (z * g).T @ dy[i], e),
+    )
+
+  zeros = tuple(jnp.zeros_like(t) for t in (x, gates, w_in, w_out))
+  return *lax.fori_loop(0, used, tile, zeros), None, None
+
+
+_tiles.defvjp(_tiles_forward, _tiles_backward)
+
+
+@functools.partial(jax.named_call, name='expert_ffn')
+def expert_ffn(
+    x: jax.Array,
+    gates: jax.Array,
+    experts: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+) -> jax.Array:
+  """Sum over a token's k experts of gate x SwiGLU(x).
+
+  Args:
+    x: f32 [n D].
+    gates: f32 [n K].
+    experts: i32 [n K], distinct in a row.
+    w_in: [E D 2F]; the first F columns feed silu, the last F are its factor.
+    w_out: [E F D].
+
+  Returns:
+    f32 [n D].
+  """
+  size = contract.EXPERT_ROWS
+  plan = _plan(experts, w_in.shape[0])
+  padded = _dispatch(x, plan.slots, plan.sources)
+  y = _tiles(
+      padded.reshape(-1, size, x.shape[-1]),
+      _dispatch_gates(gates, plan.slots, plan.sources).reshape(-1, size),
+      w_in.astype(jnp.float32),
+      w_out.astype(jnp.float32),
+      plan.experts,
+      plan.used,
+  )
+  return _combine(y.reshape(-1, x.shape[-1]), plan.slots, plan.sources)

@@ -1,0 +1,103 @@
+"""Log-probabilities from the final hidden state, in f32, block by block."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kernels_triton import rmsnorm
+from kernels_triton import rows
+
+_BACKWARD_ROWS = 2048  # rows whose logits the backward holds at once
+
+
+def _block(eps, params, hidden):
+  scale, unembed = params
+  normed = rmsnorm.rms_norm(hidden, scale, eps)
+  logits = normed @ unembed.astype(jnp.float32)
+  # The barrier gives both roles the very same log-softmax, whatever reads it.
+  return lax.optimization_barrier(jax.nn.log_softmax(logits, axis=-1))
+
+
+def log_probs(params, hidden: jax.Array, *, eps: float) -> jax.Array:
+  """Log-softmax over the vocabulary; for decode.
+
+  Args:
+    params: (final norm scale [D], unembedding [D V]).
+    hidden: [n D].
+    eps: of the norm.
+
+  Returns:
+    f32 [n V].
+  """
+  return rows.run_rows(functools.partial(_block, eps), params, hidden)
+
+
+def _target_block(eps, params, hidden, targets):
+  logps = _block(eps, params, hidden)
+  ids = jnp.arange(logps.shape[-1], dtype=jnp.int32)[None, :]
+  picked = jnp.sum(jnp.where(ids == targets[:, None], logps, 0.0), axis=-1)
+  return picked, -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def target_log_probs(params, hidden, targets, eps):
+  """Log-prob of each row's target and the entropy of its distribution.
+
+  [n V] is never held: forward works in row blocks, backward in chunks that
+  recompute the logits. The entropy is a statistic and carries no gradient.
+
+  Args:
+    params: (final norm scale [D], unembedding [D V]).
+    hidden: [n D].
+    targets: i32 [n].
+    eps: of the norm.
+
+  Returns:
+    (log-probs f32 [n], entropy f32 [n] in nats).
+  """
+  f = functools.partial(_target_block, eps)
+  return rows.run_rows(f, params, hidden, targets)
+
+
+def _forward(params, hidden, targets, eps):
+  return target_log_probs(params, hidden, targets, eps), (
+      params,
+      hidden,
+      targets,
+  )
+
+
+def _backward(eps, residuals, cotangents):
+  (scale, unembed), hidden, targets = residuals
+  g, _ = cotangents
+  n = hidden.shape[0]
+  size = min(_BACKWARD_ROWS, n)
+  chunks = -(-n // size)
+  weights = unembed.astype(jnp.float32)
+  ids = jnp.arange(unembed.shape[-1], dtype=jnp.int32)[None, :]
+
+  def split(x):
+    pad = [(0, chunks * size - n)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, pad).reshape(chunks, size, *x.shape[1:])
+
+  def chunk(carry, xs):
+    d_scale, d_unembed = carry
+    h, t, w = xs
+    norm = functools.partial(rmsnorm.rms_norm, eps=eps)
+    normed, norm_vjp = jax.vjp(norm, h, scale)
+    probs = jax.nn.softmax(normed @ weights, axis=-1)
+    d_logits = ((ids == t[:, None]) - probs) * w[:, None]
+    d_h, d_s = norm_vjp(d_logits @ weights.T)
+    return (d_scale + d_s, d_unembed + normed.T @ d_logits), d_h
+
+  zeros = (jnp.zeros_like(scale), jnp.zeros(unembed.shape, jnp.float32))
+  (d_scale, d_unembed), d_hidden = lax.scan(
+      chunk, zeros, (split(hidden), split(targets), split(g))
+  )
+  d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[:n]
+  return (d_scale, d_unembed.astype(unembed.dtype)), d_hidden, None
+
+
+target_log_probs.defvjp(_forward, _backward)

@@ -1,0 +1,66 @@
+"""Row-wise functions on blocks of a constant number of rows.
+
+A matmul, a sum or an exp over [n, d] compiles to different instructions for
+different n, and its last bits follow. Here the compiler only ever sees
+[ROWS, d]: the bits of a row do not depend on how many others there are.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kernels_triton import contract
+
+
+def run_rows(f: Callable, params, *xs: jax.Array):
+  """Runs f(params, *rows) block by block.
+
+  The optimization barriers keep padding, slicing and neighbouring operations
+  out of the block's fusions; without them the block's code would depend on
+  its surroundings again.
+
+  Args:
+    f: maps (params, *[ROWS, ...]) to a pytree of [ROWS, ...].
+    params: pytree passed to every block unchanged.
+    *xs: arrays [n, ...] with one common n.
+
+  Returns:
+    The pytree of f with leading dimension n.
+  """
+  n = xs[0].shape[0]
+  size = contract.ROWS
+  blocks = -(-n // size)
+
+  def split(x):
+    pad = [(0, blocks * size - n)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, pad).reshape(blocks, size, *x.shape[1:])
+
+  def block(rows):
+    return lax.optimization_barrier(f(params, *lax.optimization_barrier(rows)))
+
+  out = lax.map(block, tuple(split(x) for x in xs))
+  return jax.tree.map(lambda o: o.reshape(-1, *o.shape[2:])[:n], out)
+
+
+def rowwise(f: Callable) -> Callable:
+  """`run_rows` forward, plain batched backward.
+
+  Forward bits are the contract; the backward only has to be deterministic run
+  to run, so it differentiates f on all rows at once and is fast.
+  """
+
+  @jax.custom_vjp
+  def apply(params, *xs):
+    return run_rows(f, params, *xs)
+
+  def forward(params, *xs):
+    return run_rows(f, params, *xs), (params, xs)
+
+  def backward(residuals, cotangents):
+    params, xs = residuals
+    return jax.vjp(f, params, *xs)[1](cotangents)
+
+  apply.defvjp(forward, backward)
+  return apply
