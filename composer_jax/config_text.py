@@ -168,7 +168,7 @@ def _from_data(data: Any) -> Any:
   address = data['type'] if 'type' in data else data['function']
   module, _, name = address.partition(':')
   try:
-    thing = importlib.import_module(module)
+    thing: Any = importlib.import_module(module)
     for part in name.split('.'):
       thing = getattr(thing, part)
   except (ImportError, AttributeError) as e:

@@ -11,7 +11,7 @@ import hashlib
 import json
 
 ROWS = 16  # rows per block of projections, norms, router, head
-QUERY_ROWS = 16  # query tokens per attention tile
+QUERY_ROWS = 4  # query tokens per attention tile
 KEY_BLOCK = 32  # keys per attention block; segments start at multiples of it
 EXPERT_ROWS = 16  # rows per expert tile
 

@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, str] = {
     'keep_below': _EACH % ('[]', 'if {i}<{c}:{t}+=[{i}]'),
     'keep_multiples': _EACH % ('[]', 'if {i}%{c}==0:{t}+=[{i}]'),
     'clip': _EACH % ('[]', 'if {i}>{c}:{i}={c}|  {t}+=[{i}]'),
-    'reverse': _EACH % ('[]', '{t}=[{i}]+{t}'),
+    'reverse_scaled': _EACH % ('[]', '{t}=[{i}*{c}]+{t}'),
     'remainders': _EACH % ('[]', '{t}+=[{i}%{c}]'),
     'quotients': _EACH % ('[]', '{t}+=[{i}//{c}]'),
     'horner': _EACH % ('0', '{t}={t}*{c}+{i}'),
@@ -247,7 +247,9 @@ def _draw(
   """Lines of a correct function and of its buggy form; None: no such bugs."""
   letters = rng.sample(_LETTERS, 4 + source.distractors)
   c, d = rng.sample(range(3, 7), 2)
-  text = FAMILIES[family].format(**dict(zip('xtis', letters)), c=c, d=d)
+  text = FAMILIES[family].format(
+      **dict(zip('xtis', letters, strict=False)), c=c, d=d
+  )
   gold = text.split('|')
   for letter in letters[4:]:
     gold.insert(1, f' {letter}={rng.randint(0, 2)}')
@@ -257,9 +259,12 @@ def _draw(
     undo = tools.Edit(edit.line, edit.new, edit.old)
     if buggy[edit.line] != gold[edit.line]:
       return None  # at most one bug a line
-    buggy = _apply(buggy, edit)
-    if undo not in _line_edits(edit.line, buggy[edit.line]):
+    after = _apply(buggy, edit)
+    if undo not in _line_edits(edit.line, after[edit.line]):
       return None
+    if _apply(after, undo) != buggy:
+      return None  # the same token stands further left
+    buggy = after
   return gold, buggy
 
 
@@ -284,7 +289,7 @@ def _candidate(
   if len(wrong) < 2:
     return None  # besides the example shown, a hidden case has to fail
   shown = min(wrong, key=lambda k: (len(inputs[k]), k))
-  cases = [tasks.Case((v,), e) for v, e in zip(inputs, expected)]
+  cases = [tasks.Case((v,), e) for v, e in zip(inputs, expected, strict=True)]
   public = cases.pop(shown)
   failure = f'{_show(public.args[0])}={_show(public.expected)}'
   return _Instance(

@@ -133,7 +133,7 @@ class CompactRenderer:
       raise ValueError(
           f'{task.id}: {len(lines)} lines; CompactRenderer takes {MAX_LINES}'
       )
-    for mark, line in zip(_LINES, lines):
+    for mark, line in zip(_LINES, lines, strict=False):
       ids += [self._ids[mark], *self._encode(line)]
     if task.instruction:
       ids += [self._ids[CASE], *self._encode(task.instruction)]

@@ -7,10 +7,11 @@ are dropped learns to break calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Protocol
 
+from composer_jax.agents import runner
 from composer_jax.agents import tasks
 
 
@@ -40,7 +41,7 @@ class Done:
 ToolCall = Edit | Run | Done
 
 
-class Runner(Protocol):
+class TestRunner(Protocol):
   """Runs the public tests of a task on some files."""
 
   async def __call__(self, task: tasks.Task, files: Mapping[str, str]) -> str:
@@ -71,14 +72,17 @@ def edit(files: Mapping[str, str], call: Edit) -> Outcome:
 
 
 async def execute(
-    call: ToolCall, task: tasks.Task, files: Mapping[str, str], runner: Runner
+    call: ToolCall,
+    task: tasks.Task,
+    files: Mapping[str, str],
+    run_tests: TestRunner,
 ) -> Outcome:
   """Carries out one call; `Done` changes nothing and says nothing."""
   match call:
     case Edit():
       return edit(files, call)
     case Run():
-      return Outcome(files, await runner(task, files))
+      return Outcome(files, await run_tests(task, files))
     case Done():
       return Outcome(files, '')
 
@@ -96,3 +100,19 @@ def truncate(text: str, limit_bytes: int) -> str:
   head, tail = keep - keep // 2, keep // 2
   data = data[:head] + mark + (data[-tail:] if tail else b'')
   return data.decode(errors='ignore')
+
+
+def report(
+    cases: Sequence[tasks.Case],
+    values: Sequence[str | None],
+    errors: Sequence[str],
+    failure: str,
+) -> str:
+  """What `run` shows: the first failing case, in the prompt's notation."""
+  for case, value, error in zip(cases, values, errors, strict=True):
+    expected = runner.canonical(case.expected)
+    if value != expected:
+      arguments = ','.join(runner.canonical(a) for a in case.args)
+      got = value or error or failure
+      return f'{arguments}={expected} not {got}'
+  return failure or 'ok'

@@ -218,8 +218,7 @@ def lines(
     drawn = [(frame.x(s.x[i]), frame.y(s.y[i]), i) for i in _thin(s.x, s.y)]
     stroke = f'style="--c:var(--s{s.color})"'
     for px, _, i in drawn if s.error else ():
-      ends = (frame.y(s.y[i] + e) for e in (-s.error[i], s.error[i]))
-      y1, y2 = ends
+      y1, y2 = (frame.y(s.y[i] + e) for e in (-s.error[i], s.error[i]))
       parts.append(
           f'<line class="error" {stroke} x1="{px}" y1="{y1}" x2="{px}"'
           f' y2="{y2}"/>'
@@ -297,7 +296,10 @@ def stacked(
   # Neighbors are averaged, which keeps the areas.
   size = max(1, math.ceil(len(x) / _MAX_POINTS))
   cut = [slice(i, i + size) for i in range(0, len(x), size)]
-  mean = lambda values: [sum(values[c]) / len(values[c]) for c in cut]
+
+  def mean(values):
+    return [sum(values[c]) / len(values[c]) for c in cut]
+
   xs = mean(x)
   tops = [[0.0] * len(xs)]
   parts, reading = [], []
@@ -306,8 +308,13 @@ def stacked(
   line = mean(outline.y) if outline else []
   frame = _Frame((xs[0], xs[-1]), (0.0, max(tops[-1] + line)), x_label, y_label)
   for color, (name, values) in enumerate(layers.items()):
-    edge = [(frame.x(a), frame.y(b)) for a, b in zip(xs, tops[color + 1])]
-    back = [(frame.x(a), frame.y(b)) for a, b in zip(xs, tops[color])]
+    edge = [
+        (frame.x(a), frame.y(b))
+        for a, b in zip(xs, tops[color + 1], strict=True)
+    ]
+    back = [
+        (frame.x(a), frame.y(b)) for a, b in zip(xs, tops[color], strict=True)
+    ]
     path = ' '.join(f'{a},{b}' for a, b in edge + back[::-1])
     parts.append(
         f'<polygon class="area" style="--c:var(--s{color})" points="{path}"/>'

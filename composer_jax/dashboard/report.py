@@ -207,6 +207,9 @@ def _side(side: Mapping[str, Any]) -> dict[str, Any]:
     text = token['text']
     if kind != 'given' and '\n' in text and not text.strip():
       kind += ' nl'  # a tint alone would not be seen
+    if text.startswith('<|') and text.endswith('|>'):
+      # Given structure starts a line: that is how a person reads a prompt.
+      kind += ' special start' if kind == 'given' and tokens else ' special'
     tokens.append(
         {
             'text': text,
@@ -253,7 +256,7 @@ def flatten(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
     yield path, text
 
 
-def _state(run: data.Run) -> str:
+def state(run: data.Run) -> str:
   """One line: how far the run is."""
   done = [
       f'{phase} step {records[-1]["step"]:,}'
@@ -281,7 +284,7 @@ def render(run: data.Run) -> str:
   return environment.get_template('report.html.j2').render(
       name=run.config.get('name', run.workdir.name),
       seed=run.config.get('seed'),
-      state=_state(run),
+      state=state(run),
       missing=run.missing,
       headlines=headlines(run),
       checks=checks(run),

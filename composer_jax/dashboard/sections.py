@@ -56,7 +56,10 @@ def _reward(run: data.Run) -> Card:
   x, y = run.series('rl', 'reward/mean')
   window = max(1, min(20, len(y) // 5))
   best = run.series('rl', 'reward/best_of_group')
-  smooth = lambda values: charts.trailing_mean(values, window)
+
+  def smooth(values):
+    return charts.trailing_mean(values, window)
+
   chart = charts.lines(
       [
           charts.Series('each step', x, y, color=0, faint=True),

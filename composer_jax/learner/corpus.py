@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 
 from composer_jax import config
+from composer_jax.learner import packing
 
 # Parts of the standard library that are tests, other people's code, or tables
 # (character maps, help texts) rather than code.
@@ -140,6 +141,25 @@ def _order_key(name: str) -> bytes:
   return hashlib.sha256(name.encode()).digest()[8:]
 
 
+def tokenizer_texts(
+    documents: Sequence[Document],
+    harness: Sequence[str],
+    harness_fraction: float = 0.1,
+) -> Iterator[str]:
+  """What to fit a tokenizer to: code, and what the harness will show.
+
+  Args:
+    documents: the training side of a corpus.
+    harness: task texts, as rendered; repeated in whole passes.
+    harness_fraction: least share of the characters that they get.
+  """
+  yield from (d.text for d in documents)
+  code = sum(len(d.text) for d in documents)
+  want = code * harness_fraction / (1 - harness_fraction)
+  for _ in range(math.ceil(want / max(1, sum(map(len, harness))))):
+    yield from harness
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
   """Encoded documents, end to end.
@@ -189,26 +209,25 @@ def _spans(tokens: Tokens, tokens_per_row: int) -> np.ndarray:
   return np.stack([begin, end], axis=1)
 
 
-def _placed(
-    lengths: Sequence[int], rows: int, tokens_per_row: int, key_block: int
-) -> int:
+def _placed(lengths: Sequence[int], shape: packing.Shape) -> int:
   """How many leading chunks go first-fit into rows with aligned starts."""
-  free = [tokens_per_row] * rows
+  free = [shape.tokens_per_row] * shape.rows
   for count, length in enumerate(lengths):
     row = next((r for r, f in enumerate(free) if f >= length), None)
     if row is None:
       return count
-    free[row] -= -(-length // key_block) * key_block
+    free[row] -= -(-length // shape.key_block) * shape.key_block
   return len(lengths)
 
 
-def _fitting(lengths: Sequence[int], *shape: int) -> int:
+def _fitting(spans: np.ndarray, shape: packing.Shape) -> int:
   """How many leading chunks `packing` can pack, which sorts longest first.
 
   That order is rarely, but sometimes, worse than the order of arrival.
   """
-  count = _placed(lengths, *shape)
-  while _placed(sorted(lengths[:count], reverse=True), *shape) < count:
+  lengths = np.diff(spans)[:, 0].tolist()
+  count = _placed(lengths, shape)
+  while _placed(sorted(lengths[:count], reverse=True), shape) < count:
     count -= 1
   return count
 
@@ -244,32 +263,30 @@ class Stream:
 
   Attributes:
     tokens: what to read.
-    tokens_per_row: longest chunk, and the row length that is packed for.
-    key_block: a chunk starts at a multiple of this in its row.
+    shape: of the batches; a chunk is at most one row.
     seed: of the order, together with the epoch.
   """
 
   tokens: Tokens
-  tokens_per_row: int
-  key_block: int
+  shape: packing.Shape
   seed: int
 
   def __post_init__(self):
-    if self.tokens_per_row < 2:
+    if self.shape.tokens_per_row < 2:
       raise ValueError(
-          f'Stream.tokens_per_row={self.tokens_per_row}: must be at least 2'
+          f'Stream.shape={self.shape}: tokens_per_row must be at least 2'
       )
-    if not len(self._table):
+    if not len(self):
       raise ValueError('Stream.tokens: no text in any document')
 
   @functools.cached_property
   def _table(self) -> np.ndarray:
-    return _spans(self.tokens, self.tokens_per_row)
+    return _spans(self.tokens, self.shape.tokens_per_row)
 
   @functools.cached_property
   def digest(self) -> str:
     """Identity of the order: tokens, row length and seed."""
-    h = hashlib.sha256(f'{self.tokens_per_row} {self.seed} '.encode())
+    h = hashlib.sha256(f'{self.shape.tokens_per_row} {self.seed} '.encode())
     h.update(self.tokens.starts.tobytes())
     h.update(self.tokens.ids.tobytes())
     return h.hexdigest()[:16]
@@ -278,16 +295,15 @@ class Stream:
     """Chunks in one epoch."""
     return len(self._table)
 
-  def next(self, cursor: Cursor, rows: int) -> tuple[list[np.ndarray], Cursor]:
-    """The chunks of a batch.
+  def next(self, cursor: Cursor) -> tuple[list[np.ndarray], Cursor]:
+    """The chunks of one batch.
 
     Args:
       cursor: where to go on; `Cursor()` is the beginning.
-      rows: rows of the batch to fill.
 
     Returns:
-      Chunks, int32 [<= tokens_per_row] each, that `packing` packs into the
-      rows, and the cursor behind them.
+      Chunks, int32 [<= tokens_per_row] each, for `packing.pack_documents`,
+      and the cursor behind them.
 
     Raises:
       ValueError: the cursor counts in another stream.
@@ -298,28 +314,22 @@ class Stream:
           f' tokenizer, row length or seed than {self.digest!r}; restore the'
           ' old setting or start from Cursor()'
       )
-    shape = rows, self.tokens_per_row, self.key_block
-    most = rows * -(-self.tokens_per_row // self.key_block)
-    at = cursor.chunk + np.arange(most)
-    epochs = range(at[-1] // len(self) + 1)
-    order = [_shuffle(self.seed, cursor.epoch + e, len(self)) for e in epochs]
+    blocks = -(-self.shape.tokens_per_row // self.shape.key_block)
+    at = cursor.chunk + np.arange(self.shape.rows * blocks)  # more never fit
+    epochs = range(cursor.epoch, cursor.epoch + int(at[-1]) // len(self) + 1)
+    order = [_shuffle(self.seed, epoch, len(self)) for epoch in epochs]
     spans = self._table[np.concatenate(order)[at]]
-    count = _fitting(np.diff(spans)[:, 0].tolist(), *shape)
-    epoch, chunk = divmod(cursor.chunk + count, len(self))
-    return (
-        [self.tokens.ids[b:e] for b, e in spans[:count]],
-        Cursor(cursor.epoch + epoch, chunk, self.digest),
-    )
+    count = _fitting(spans, self.shape)
+    passed, chunk = divmod(cursor.chunk + count, len(self))
+    chunks = [self.tokens.ids[b:e] for b, e in spans[:count]]
+    return chunks, Cursor(cursor.epoch + passed, chunk, self.digest)
 
 
-def batches(
-    tokens: Tokens, *, rows: int, tokens_per_row: int, key_block: int
-) -> Iterator[list[np.ndarray]]:
-  """Everything once, in order: each list packs into rows x tokens_per_row."""
-  spans = _spans(tokens, tokens_per_row)
+def batches(tokens: Tokens, shape: packing.Shape) -> Iterator[list[np.ndarray]]:
+  """Everything once, in order: the chunks of one batch after the other."""
+  spans = _spans(tokens, shape.tokens_per_row)
   while len(spans):
-    lengths = np.diff(spans)[:, 0].tolist()
-    count = _fitting(lengths, rows, tokens_per_row, key_block)
+    count = _fitting(spans, shape)
     yield [tokens.ids[b:e] for b, e in spans[:count]]
     spans = spans[count:]
 

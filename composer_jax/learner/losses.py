@@ -21,30 +21,31 @@ from composer_jax.learner import batch
 _LOG_RATIO_BOUND = 20.0
 
 
-def rollout_sum(x: jax.Array, rollouts: jax.Array) -> jax.Array:
-  """Sums x over the tokens of each rollout, wherever they were packed.
+def rollout_sums(rollouts: jax.Array, *terms: jax.Array) -> list[jax.Array]:
+  """Sums over the tokens of each rollout, wherever they were packed.
 
   A stable sort and a segmented scan rather than a scatter-add: no bound on the
   rollout numbers, and no atomics, so the result is the same in every run.
 
   Args:
-    x: [B T], zero where a token does not count.
     rollouts: i32 [B T], the rollout each token belongs to.
+    *terms: [B T] each, zero where a token does not count.
 
   Returns:
-    [B T], at every token the sum over its rollout.
+    For every term [B T]: at every token the sum over its rollout.
   """
-  flat, ids = x.reshape(-1), rollouts.reshape(-1)
+  ids = rollouts.reshape(-1)
   order = jnp.argsort(ids, stable=True)
   sorted_ids = ids[order]
-  starts = jnp.append(True, sorted_ids[1:] != sorted_ids[:-1])
+  starts = jnp.append(True, sorted_ids[1:] != sorted_ids[:-1])[:, None]
+  values = jnp.stack([t.reshape(-1)[order] for t in terms], axis=1)
 
   def add(a, b):
     return a[0] | b[0], jnp.where(b[0], b[1], a[1] + b[1])
 
-  _, running = jax.lax.associative_scan(add, (starts, flat[order]))
+  _, running = jax.lax.associative_scan(add, (starts, values))
   last = jnp.searchsorted(sorted_ids, ids, side='right') - 1
-  return running[last].reshape(x.shape)
+  return [s.reshape(rollouts.shape) for s in running[last].T]
 
 
 def _clean(stats: batch.TokenStats) -> batch.TokenStats:
@@ -132,8 +133,8 @@ class DppoTv:
     fixed, ratio = jax.lax.stop_gradient((log_ratio, jnp.exp(log_ratio)))
     moved = jnp.exp(s.logps) - jnp.exp(s.behaviour_logps)
     outside = moved * jnp.sign(s.advantages) > self.width
-    count = jnp.maximum(rollout_sum(s.mask, s.segments), 1.0)
-    behind = rollout_sum(-fixed * s.mask, s.segments) / count
+    count, drifts = rollout_sums(s.segments, s.mask, fixed * s.mask)
+    behind = -drifts / jnp.maximum(count, 1.0)
     negative = s.advantages < 0
     if self.sequence_drift is None:
       far = jnp.zeros_like(negative)
@@ -181,7 +182,7 @@ class Composer2:
             ' a reference model or set 0'
         )
       k1 = jax.lax.stop_gradient(_log_ratio(s.logps, s.ref_logps))
-      total = rollout_sum(k1 * s.mask, s.segments)
+      (total,) = rollout_sums(s.segments, k1 * s.mask)
       s = s.replace(advantages=s.advantages - self.kl * total)
       metrics = {'loss/k1': batch.Mean.of(k1, s.mask)}
     ratio = jnp.exp(_log_ratio(s.logps, s.behaviour_logps))
@@ -265,8 +266,9 @@ class Gspo:
   ) -> tuple[jax.Array, batch.Metrics]:
     s = _clean(stats)
     log_ratio = jax.lax.stop_gradient(_log_ratio(s.logps, s.behaviour_logps))
-    n = jnp.maximum(rollout_sum(s.mask, s.segments), 1.0)
-    ratio = jnp.exp(rollout_sum(log_ratio * s.mask, s.segments) / n)
+    count, drifts = rollout_sums(s.segments, s.mask, log_ratio * s.mask)
+    n = jnp.maximum(count, 1.0)
+    ratio = jnp.exp(drifts / n)
     above = (s.advantages > 0) & (ratio > 1 + self.high)
     below = (s.advantages < 0) & (ratio < 1 - self.low)
     dropped = above | below

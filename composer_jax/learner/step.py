@@ -57,7 +57,7 @@ def init_state(
   return jax.device_put(state, NamedSharding(mesh, P()))
 
 
-def _rounded(params: params_lib.Params) -> params_lib.Params:
+def rounded(params: params_lib.Params) -> params_lib.Params:
   """Masters as the rollout side sees them: bf16 values held in f32."""
   return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
 
@@ -175,7 +175,7 @@ def gradients(
       return (logps, out.router_stats.balance), (entropy, out.router_stats)
 
     (logps, balanced), vjp, (entropy, routers) = jax.vjp(
-        forward, _rounded(params), has_aux=True
+        forward, rounded(params), has_aux=True
     )
     gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
     whole = jax.tree.map(gather, batch)

@@ -89,9 +89,10 @@ class Runner:
     self._cache = self._new_cache()
 
   def _copy(self, params):
-    # Never an alias: the caller may change or donate its arrays in place.
-    params = jax.device_put(params, self._device, may_alias=False)
-    return jax.block_until_ready(params)
+    # Never an alias: the caller may change or donate its arrays in place, and
+    # device_put shares host memory with numpy whatever `may_alias` says.
+    params = jax.tree.map(lambda x: x.copy(), params)
+    return jax.block_until_ready(jax.device_put(params, self._device))
 
   def _new_cache(self):
     cache = decode.init_cache(self._cfg, self._rollout.slots, self._length)
@@ -103,8 +104,11 @@ class Runner:
     Raises:
       ValueError: other shapes or types, which would compile anew.
     """
-    kinds = lambda p: jax.tree.map(lambda x: (x.shape, x.dtype), p)
-    if kinds(params) != kinds(self._params):
+    old, new = (
+        jax.tree.map(lambda x: (x.shape, x.dtype), p)
+        for p in (self._params, params)
+    )
+    if old != new:
       raise ValueError(
           'new weights: shapes or types differ from those in use'
           f' ({self._params.norm.dtype}); publish one kind'

@@ -10,10 +10,7 @@ log-prob recorded for it, and would bias every importance ratio.
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array
-from jaxtyping import Float32
-from jaxtyping import Int32
-from jaxtyping import UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from composer_jax.typing import typed
 from kernels_triton import rows
@@ -40,11 +37,11 @@ def _scores(_, logps, bits, temperatures):
 
 @typed
 def sample(
-    logps: Float32[Array, 'N V'],
-    seeds: UInt32[Array, 'N'],
-    positions: Int32[Array, 'N'],
-    temperatures: Float32[Array, 'N'],
-) -> tuple[Int32[Array, 'N'], Float32[Array, 'N']]:
+    logps: Float32[Array, 'n V'],
+    seeds: UInt32[Array, 'n'],
+    positions: Int32[Array, 'n'],
+    temperatures: Float32[Array, 'n'],
+) -> tuple[Int32[Array, 'n'], Float32[Array, 'n']]:
   """Draws one token per row.
 
   Args:

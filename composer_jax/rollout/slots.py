@@ -114,9 +114,10 @@ class SlotTable:
       raise ValueError(
           f'Request.temperature={request.temperature}: must be finite and >= 0'
       )
-    if request.stop and not 0 <= min(request.stop) <= max(
+    if (
         request.stop
-    ) < self._vocab:
+        and not 0 <= min(request.stop) <= max(request.stop) < self._vocab
+    ):
       raise ValueError(
           f'Request.stop={sorted(request.stop)}: must be in [0,'
           f' {self._vocab - 1}]'
@@ -189,9 +190,7 @@ class SlotTable:
     self.length[slots] += kept.astype(np.int32)
     return int(kept.sum()), slots[ended]
 
-  def release(
-      self, slot: int
-  ) -> tuple[futures.Future, trace.TokenTrace]:
+  def release(self, slot: int) -> tuple[futures.Future, trace.TokenTrace]:
     """Frees the slot; returns its future and the finished window."""
     n = self.length[slot]
     routing = self._routing[slot, :n].copy()

@@ -65,8 +65,8 @@ class Checkpointer:
     """Restores the newest finished checkpoint.
 
     Args:
-      abstract_state: pytree like the saved one whose leaves have shape, dtype
-        and (for jax arrays) sharding: `jax.ShapeDtypeStruct`s or arrays.
+      abstract_state: pytree like the saved one, of arrays (a fresh state) or
+        of `jax.ShapeDtypeStruct`s with shardings on a concrete mesh.
 
     Returns:
       (step, state, extra), bit for bit as saved; None if there is none.

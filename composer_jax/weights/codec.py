@@ -59,6 +59,9 @@ def _unpack(packed: bytes, length: int) -> bytes:
   if len(packed) == length:
     return packed
   try:
+    # A damaged frame may claim any size, and would be given the memory.
+    if zstandard.frame_content_size(packed) > 0:
+      raise zstandard.ZstdError('frame names its size')
     raw = _zstd()[1].decompress(packed, max_output_size=length)
   except zstandard.ZstdError as e:
     raise ValueError(f'delta payload: {e}; damaged') from e
@@ -177,9 +180,7 @@ def digest(words: np.ndarray | bytes) -> bytes:
   return xxhash.xxh3_128_digest(words)
 
 
-def digests(
-    named: Mapping[str, np.ndarray], table: layout.Table
-) -> np.ndarray:
+def digests(named: Mapping[str, np.ndarray], table: layout.Table) -> np.ndarray:
   """Digest of every tile, uint8 [tiles 16]."""
   out = [digest(table.read(named, i)) for i in range(len(table.tiles))]
   return np.frombuffer(b''.join(out), np.uint8).reshape(-1, 16)

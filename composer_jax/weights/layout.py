@@ -36,6 +36,8 @@ def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
     Parts per axis; the cut points of an axis are `i * dim // parts`.
   """
   parts = [1] * len(shape)
+  if 0 in shape:
+    return tuple(parts)
 
   def edge(axis: int) -> int:
     return -(-shape[axis] // parts[axis])
@@ -47,7 +49,6 @@ def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
     need = -(-size() // tile_elements)
     dim = shape[axis]
     parts[axis] = next((p for p in range(need, dim) if dim % p == 0), dim)
-    parts[axis] = max(parts[axis], 1)
   while size() > tile_elements:
     axis = max(range(len(shape))[-2:], key=edge)
     parts[axis] = min(2 * parts[axis], shape[axis])
@@ -96,9 +97,7 @@ class Table:
   @classmethod
   def from_json(cls, rows: list) -> Table:
     """Inverse of `to_json`."""
-    return cls(
-        tuple(Param(n, tuple(s), d, tuple(g)) for n, s, d, g in rows)
-    )
+    return cls(tuple(Param(n, tuple(s), d, tuple(g)) for n, s, d, g in rows))
 
   def to_json(self) -> list:
     return [[p.name, p.shape, p.dtype, p.grid] for p in self.params]

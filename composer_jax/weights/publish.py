@@ -17,6 +17,7 @@ import uuid
 
 import numpy as np
 
+from composer_jax import config
 from composer_jax import trace
 from composer_jax.weights import codec
 from composer_jax.weights import layout
@@ -73,7 +74,7 @@ class Publisher:
   def __init__(
       self,
       url: str,
-      cfg: Any,
+      cfg: config.WeightsConfig,
       incarnation: str,
       *,
       store: store_lib.Store | None = None,
@@ -82,7 +83,7 @@ class Publisher:
 
     Args:
       url: of the store's prefix.
-      cfg: `config.WeightsConfig`, or anything with its fields.
+      cfg: tile size, spacing of bases, when deltas are given up.
       incarnation: names this run of the trainer in manifests.
       store: an opened store to use instead of `url`.
     """
@@ -91,6 +92,7 @@ class Publisher:
     self._incarnation = incarnation
     self._store.probe()
     self._link, self._generation = self._store.latest()
+    self._last = self._link and self._store.manifest(self._link)
     self._unsure = None  # a version whose swap of LATEST gave no answer
     self._table = None  # of the snapshot; None as long as there is none
     self._snapshot = []  # words of every tile, as last published
@@ -115,7 +117,7 @@ class Publisher:
       digests = codec.digests(named, table)
       if table.root(digests) == self._link.root:
         self._remember(named, table, digests)
-        return store_lib.weight_version(self._store.manifest(self._link))
+        return store_lib.weight_version(self._last)
     return self.publish(step, named).version
 
   def publish(self, step: int, named: Mapping[str, np.ndarray]) -> Published:
@@ -138,9 +140,7 @@ class Publisher:
     table = layout.Table.of(named, self._cfg.tile_elements)
     parent = self._link
     version = step if parent is None else max(step, parent.version + 1)
-    since = 0
-    if parent is not None:
-      since = self._store.manifest(parent).since_base + 1
+    since = 0 if parent is None else self._last.since_base + 1
     warm = parent is not None and table == self._table
     rebase = not warm or since >= self._cfg.base_every_versions
     nonce = uuid.uuid4().hex[:12]
@@ -169,7 +169,7 @@ class Publisher:
     )
     blob = self._store.put(f'm/{version}.{nonce}.json', manifest.to_bytes())
     link = store_lib.Link(version, manifest.root, blob)
-    self._unsure = link
+    self._unsure = link, manifest
     generation = self._store.advance(link, self._incarnation, self._generation)
     self._unsure = None
     if not generation:
@@ -179,7 +179,7 @@ class Publisher:
       )
     # Only now have receivers got these bytes: a snapshot that ran ahead of
     # them would make every later delta wrong.
-    self._link, self._generation = link, generation
+    self._link, self._generation, self._last = link, generation, manifest
     self._remember(named, table, rows['post'])
     return Published(
         version=store_lib.weight_version(manifest),
@@ -198,8 +198,9 @@ class Publisher:
     """
     if self._unsure is not None:
       link, generation = self._store.latest()
-      if link == self._unsure:
-        self._link, self._generation, self._table = link, generation, None
+      if link == self._unsure[0]:
+        self._link, self._last = self._unsure
+        self._generation, self._table = generation, None
       self._unsure = None
 
   def _remember(self, named, table, digests) -> None:

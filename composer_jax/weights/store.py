@@ -30,17 +30,19 @@ from composer_jax.weights import layout
 SCHEMA = 1
 SEGMENT_BYTES = 1 << 26
 LATEST = 'LATEST'
-TILE = np.dtype([
-    ('tile', '<u4'),  # number in `layout.Table.tiles`
-    ('segment', '<u2'),
-    ('codec', '<u2'),
-    ('offset', '<u8'),
-    ('length', '<u4'),
-    ('changed', '<u4'),
-    ('payload', 'u1', (16,)),  # digest of the stored bytes
-    ('pre', 'u1', (16,)),  # digest of the tile before; zeros in a base
-    ('post', 'u1', (16,)),  # digest of the tile after
-])
+TILE = np.dtype(
+    [
+        ('tile', '<u4'),  # number in `layout.Table.tiles`
+        ('segment', '<u2'),
+        ('codec', '<u2'),
+        ('offset', '<u8'),
+        ('length', '<u4'),
+        ('changed', '<u4'),
+        ('payload', 'u1', (16,)),  # digest of the stored bytes
+        ('pre', 'u1', (16,)),  # digest of the tile before; zeros in a base
+        ('post', 'u1', (16,)),  # digest of the tile after
+    ]
+)
 
 # One context: `memory://` stores of a process are then the same store.
 _context = ts.Context()
@@ -203,9 +205,7 @@ class Store:
       )
     return _link(json.loads(text)), generation
 
-  def advance(
-      self, link: Link, incarnation: str, generation: bytes
-  ) -> bytes:
+  def advance(self, link: Link, incarnation: str, generation: bytes) -> bytes:
     """Compare-and-swap of LATEST; returns the new generation, b'' if lost.
 
     A write whose answer got lost is looked up by its nonce: it may have won.
@@ -308,4 +308,3 @@ class Store:
             ' damaged, restore it from a copy'
         )
       yield row, payload
-

@@ -1,0 +1,69 @@
+"""The reward that cannot be argued with: hidden cases passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+
+from composer_jax import trace
+from composer_jax.agents import harness
+from composer_jax.agents import tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+  """A reward and where it came from.
+
+  Attributes:
+    score: what the policy is trained on; meaningless unless `valid`.
+    valid: False if nobody could judge: the rollout leaves its group.
+    parts: named components, kept so that re-weighting is offline.
+    flags: suspicions; metrics only.
+    reason: one line for people.
+  """
+
+  score: float
+  valid: bool
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  flags: tuple[str, ...] = ()
+  reason: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+  """1 if every hidden case passes, else `fraction_weight` x share passed.
+
+  Attributes:
+    fraction_weight: credit for a part of the cases. At most 0.3: above, a
+      submission for the easy cases pays better than trying.
+  """
+
+  fraction_weight: float = 0.0
+
+  def __post_init__(self):
+    if not 0 <= self.fraction_weight <= 0.3:
+      raise ValueError(
+          f'Verify.fraction_weight={self.fraction_weight}: must be in [0, 0.3]'
+      )
+
+  async def __call__(
+      self, task: tasks.Task, episode: harness.Episode
+  ) -> RewardResult:
+    """Scores a graded episode; an ungraded one is invalid, not zero."""
+    del task  # the grade knows all about it
+    grade = episode.grade
+    if episode.stop is trace.StopReason.INFRA_ERROR:
+      return RewardResult(0.0, False, reason='infrastructure failed')
+    if grade is None:
+      return RewardResult(0.0, False, reason='never graded')
+    if not grade.valid:
+      return RewardResult(0.0, False, reason=grade.reason)
+    passed = bool(grade.passed) and all(grade.passed)
+    score = 1.0 if passed else self.fraction_weight * grade.fraction
+    return RewardResult(
+        score,
+        True,
+        parts={'passed': float(passed), 'fraction': grade.fraction},
+        flags=('hack_suspected',) if grade.failure == 'malformed' else (),
+        reason=grade.failure or grade.reason,
+    )

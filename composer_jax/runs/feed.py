@@ -1,0 +1,103 @@
+"""Weights from the store to the engine: one thread that follows, one that asks.
+
+Downloading, verifying and decoding happen on the feed's own thread, beside
+generation; the engine only takes arrays that are ready and swaps them between
+two decode blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+import threading
+
+import jax
+import numpy as np
+
+from composer_jax import trace
+from composer_jax.model import params as params_lib
+from composer_jax.weights import follow
+
+_POLL_SECONDS = 0.02
+
+
+def decode_params(named: Mapping[str, np.ndarray]) -> params_lib.Params:
+  """Published bf16 arrays as the tree that decode reads, held in f32.
+
+  The values are the published ones; holding them in f32 saves converting them
+  again at every decode step.
+  """
+  return params_lib.from_names(
+      {name: array.astype(np.float32) for name, array in named.items()}
+  )
+
+
+class WeightFeed:
+  """Follows a store in the background and hands the newest version over.
+
+  An error of the follower fences the host: the old version keeps serving and
+  the error is raised where the next weights are waited for.
+
+  Attributes:
+    first: the version and parameters to start an engine with.
+    newest: step of the newest version that is decoded and verified. A request
+      submitted after `newest` has reached a step runs on that step or later.
+  """
+
+  def __init__(self, url: str):
+    """Waits for the first version of the store.
+
+    Raises:
+      ValueError: nothing has been published there.
+      FollowError: what is there cannot be verified.
+    """
+    self._follower = follow.Follower(url)
+    first = self._follower.poll()
+    if first is None:
+      raise ValueError(f'{url}: no version has been published; publish one')
+    self.first = first[0], decode_params(first[1])
+    self._ready = None
+    self.newest = first[0].step
+    self._error: Exception | None = None
+    self._lock = threading.Lock()
+    self._stop = threading.Event()
+    self._thread = threading.Thread(
+        target=self._run, name='weight-feed', daemon=True
+    )
+    self._thread.start()
+
+  @property
+  def digest_mismatches(self) -> int:
+    return self._follower.digest_mismatches
+
+  def _run(self) -> None:
+    while not self._stop.wait(_POLL_SECONDS):
+      try:
+        fresh = self._follower.poll()
+      except Exception as error:  # fenced; raised to whoever waits
+        self._error = error
+        return
+      if fresh is not None:
+        ready = fresh[0], decode_params(fresh[1])
+        with self._lock:
+          self._ready = ready
+          self.newest = ready[0].step
+
+  def refresh(self) -> tuple[trace.WeightVersion, params_lib.Params] | None:
+    """The newest version that has not been taken yet; for the engine."""
+    with self._lock:
+      ready, self._ready = self._ready, None
+    if ready is not None:
+      jax.block_until_ready(ready[1])
+    return ready
+
+  async def wait_for(self, step: int) -> None:
+    """Waits until `newest` is at least `step`; raises what following failed with."""
+    while self.newest < step:
+      if self._error is not None:
+        raise self._error
+      await asyncio.sleep(_POLL_SECONDS / 4)
+
+  def close(self) -> None:
+    self._stop.set()
+    self._thread.join()

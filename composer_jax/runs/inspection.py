@@ -1,0 +1,307 @@
+"""What `inspect` prints: a run, a store of weights, a trajectory.
+
+The console it is printed to must have markup off: cells hold text of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+import difflib
+import math
+import pathlib
+
+from rich import console
+from rich import table as rich_table
+from rich import text
+import tokenizers
+
+from composer_jax import trace
+from composer_jax.dashboard import data
+from composer_jax.dashboard import report
+from composer_jax.runs import progress
+from composer_jax.weights import codec
+from composer_jax.weights import layout
+from composer_jax.weights import store as store_lib
+
+_CODECS = {codec.RAW: 'raw', codec.D2: 'D2', codec.XOR: 'xor'}
+_MARKS = {
+    True: text.Text('ok', 'green'),
+    False: text.Text('FAILED', 'red'),
+    None: text.Text('?', 'dim'),
+}
+
+
+def _grid(title: str, *columns: str) -> rich_table.Table:
+  """A table whose first column is left, all others right aligned."""
+  out = rich_table.Table(
+      title=title, title_justify='left', box=None, show_header=any(columns)
+  )
+  for i, name in enumerate(columns):
+    out.add_column(name, justify='right' if i else 'left', no_wrap=not i)
+  return out
+
+
+def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
+  """The state of a run: result, claims, latest figures of every phase."""
+  found = data.load(workdir)
+  yield text.Text(report.state(found), 'bold')
+  for name, why in found.missing.items():
+    yield text.Text(f'{name} is missing: {why}', 'yellow')
+  if pairs := report.headlines(found):
+    out = _grid('Pass@1', '', 'before', 'after', 'change', 'tasks')
+    for h in pairs:
+      error = '' if h.error is None else f' ± {h.error:.3f}'
+      numbers = f'{h.before:.3f}', f'{h.after:.3f}', f'{h.change:+.3f}{error}'
+      out.add_row(' '.join((h.name, h.note)), *numbers, str(h.tasks or '?'))
+    yield out
+  out = _grid('Claims', '', 'value', '')
+  for c in report.checks(found):
+    out.add_row(c.name, c.value, _MARKS[c.ok])
+  yield out
+  for phase, records in found.records.items():
+    last = records[-1]
+    out = _grid(f'{phase}, step {last["step"]}', '', 'latest', 'max', 'min')
+    for key in sorted({k for r in records for k in r}):
+      _, values = found.series(phase, key)
+      if key not in ('step', 'seconds') and values:
+        numbers = values[-1], max(values), min(values)
+        out.add_row(key, *map(progress.figure, numbers))
+    yield out
+  if facts := report.facts(found):
+    out = _grid('In all', '', '')
+    for name, value in facts:
+      out.add_row(name, value)
+    yield out
+
+
+def _codec_mix(rows) -> str:
+  """Share of the tiles by how they travel."""
+  names = [
+      _CODECS.get(int(r['codec']), f'#{r["codec"]}') if r['length'] else 'same'
+      for r in rows
+  ]
+  parts = (f'{k} {names.count(k) / len(names):.0%}' for k in sorted({*names}))
+  return ', '.join(parts)
+
+
+def _replay(
+    store: store_lib.Store,
+    manifest: store_lib.Manifest,
+    edge: store_lib.Edge,
+    named: dict,
+) -> None:
+  """Applies an edge in place, deriving every digest it claims once more.
+
+  Raises:
+    StoreError: a digest, or the root of them all, differs.
+  """
+  table, rows = manifest.table, store.index(edge, manifest.table)
+  for row, payload in store.payloads(edge, rows):
+    tile = int(row['tile'])
+    old = table.read(named, tile)
+    if not edge.base and codec.digest(old) != row['pre'].tobytes():
+      raise store_lib.StoreError(
+          f'{edge.index.key}: tile {tile} starts elsewhere'
+      )
+    new = codec.apply(int(row['codec']), payload, old)
+    if codec.digest(new) != row['post'].tobytes():
+      raise store_lib.StoreError(
+          f'{edge.index.key}: tile {tile} ends elsewhere'
+      )
+    table.write(named, tile, new)
+  if table.root(codec.digests(named, table)) != manifest.root:
+    raise store_lib.StoreError(f'version {manifest.version}: wrong root')
+
+
+def weights(url: str, verify: bool = False) -> rich_table.Table:
+  """Every published version of a store, oldest first, and what it cost.
+
+  Args:
+    url: of the store's prefix; a plain path is a directory.
+    verify: rebuilds every version and derives every digest once more.
+
+  Raises:
+    ValueError: nothing was published there.
+    StoreError: an object is missing or damaged.
+  """
+  if '://' not in url:
+    url = pathlib.Path(url).absolute().as_uri()
+  store = store_lib.Store(url)
+  link, _ = store.latest()
+  if link is None:
+    raise ValueError(f'store={url}: no published weights here')
+  out = _grid(
+      f'{store.url}, bits and ratio without bases',
+      *('version', 'step', 'parent', 'changed', 'bytes', 'ratio'),
+      *('bits/changed', 'tiles', 'root'),
+      *(['verified'] if verify else []),
+  )
+  named = None
+  for _, m in [*store.history(link)][::-1]:
+    verified = []
+    if verify:
+      if m.base is not None:
+        fresh = m.table.empty()
+        _replay(store, m, m.base, fresh)
+      if m.delta is not None:
+        _replay(store, m, m.delta, named)
+      named = named if m.delta is not None else fresh
+      verified = ['ok']
+    out.add_row(*_version(store, m), *verified)
+  return out
+
+
+def _version(store: store_lib.Store, m: store_lib.Manifest) -> list[str]:
+  """The cells of one version."""
+  elements = sum(math.prod(p.shape) for p in m.table.params)
+  full = sum(
+      math.prod(p.shape) * layout.dtype(p.dtype).itemsize
+      for p in m.table.params
+  )
+  edge = m.delta or m.base
+  size = f'{edge.nbytes:,}'
+  if m.delta and m.base:
+    size += f' + base {m.base.nbytes:,}'
+  bits = f'{8 * edge.nbytes / m.changed:.2f}' if m.delta and m.changed else '-'
+  return [
+      str(m.version),
+      str(m.step),
+      '-' if m.parent is None else str(m.parent.version),
+      f'{m.changed / max(elements, 1):.2%}' if m.delta else 'base',
+      size,
+      f'{full / max(edge.nbytes, 1):.1f}',
+      bits,
+      _codec_mix(store.index(edge, m.table)),
+      m.root[:12],
+  ]
+
+
+def stored(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
+  """Task id -> file, of every trajectory kept under a work directory."""
+  out = {}
+  for path in sorted((workdir / 'trajectories').rglob('*')):
+    if path.is_file():
+      try:
+        out[trace.from_bytes(path.read_bytes()).task_id] = path
+      except ValueError:
+        continue  # something else, or half written
+  return out
+
+
+def find(workdir: pathlib.Path, task_id: str) -> pathlib.Path:
+  """The file of one trajectory.
+
+  Raises:
+    ValueError: there is none.
+  """
+  paths = stored(workdir)
+  if task_id not in paths:
+    near = difflib.get_close_matches(task_id, paths, 3, 0.0) or ['none']
+    raise ValueError(
+        f'task={task_id}: none of the {len(paths)} trajectories kept in'
+        f' {workdir}; near it: {", ".join(near)}'
+    )
+  return paths[task_id]
+
+
+def trajectories(
+    paths: Iterable[pathlib.Path], most: int = 50
+) -> rich_table.Table:
+  """A list of trajectories, at most so many."""
+  paths = list(paths)
+  out = _grid(
+      f'{len(paths)} trajectories, {min(most, len(paths))} shown',
+      *('task', 'reward', 'stop', 'segments', 'tokens', 'sampled', 'versions'),
+  )
+  for path in paths[-most:]:
+    t = trace.from_bytes(path.read_bytes())
+    versions = [v for s in t.segments for v in s.versions[s.sampled].tolist()]
+    out.add_row(
+        t.task_id,
+        '-' if t.reward is None else progress.figure(t.reward),
+        t.stop.value,
+        str(len(t.segments)),
+        str(sum(map(len, t.segments))),
+        str(len(versions)),
+        f'{min(versions)} to {max(versions)}' if versions else '-',
+    )
+  return out
+
+
+def _pieces(
+    segment: trace.TokenTrace, tokenizer: tokenizers.Tokenizer | None
+) -> list[str]:
+  """The text of every token; ids in brackets without a tokenizer."""
+  if tokenizer is None:
+    return [f'[{i}]' for i in segment.tokens]
+  return [
+      tokenizer.decode([i], skip_special_tokens=False)
+      for i in segment.tokens.tolist()
+  ]
+
+
+def _reading(segment: trace.TokenTrace, pieces: list[str]) -> text.Text:
+  """A segment as text: given dim, sampled bold or red if it was unlikely."""
+  out = text.Text()
+  version = None
+  for i, piece in enumerate(pieces):
+    if not segment.sampled[i]:
+      out.append(piece, 'dim')
+      continue
+    if segment.versions[i] != version:
+      version = segment.versions[i]
+      out.append(f'⟨v{version}⟩', 'cyan')
+    style = 'bold' if segment.logps[i] > math.log(0.5) else 'bold red'
+    out.append(piece, style)
+  return out
+
+
+def _tokens(segment: trace.TokenTrace, pieces: list[str]) -> rich_table.Table:
+  """Every token with its figures; blank experts are those not recorded."""
+  out = _grid('', '#', 'token', 'log-prob', 'version', 'experts by layer')
+  for i, piece in enumerate(pieces):
+    experts = ''
+    if segment.routing is not None:
+      rows = segment.routing.experts[i]
+      if rows.flat[0] != trace.blank_route(rows.dtype):
+        experts = ' | '.join(' '.join(map(str, r)) for r in rows.tolist())
+    logp = f'{segment.logps[i]:.4f}' if segment.sampled[i] else ''
+    version = str(segment.versions[i])
+    out.add_row(str(i), repr(piece), logp, version, experts)
+  return out
+
+
+def trajectory(
+    path: pathlib.Path, tokens: bool = False
+) -> Iterator[console.RenderableType]:
+  """One trajectory: what it earned, and its text or its tokens.
+
+  Args:
+    path: of its file; the tokenizer is the one of the run it lies in.
+    tokens: a line for every token instead of the text.
+  """
+  t = trace.from_bytes(path.read_bytes())
+  files = [folder / 'tokenizer.json' for folder in path.absolute().parents]
+  known = next((f for f in files if f.exists()), None)
+  tokenizer = tokenizers.Tokenizer.from_file(str(known)) if known else None
+  facts = _grid(t.task_id, '', '')
+  facts.columns[1].justify = 'left'
+  facts.add_row('group', t.group_id)
+  facts.add_row('stop', t.stop.value)
+  facts.add_row('reward', 'none' if t.reward is None else f'{t.reward:g}')
+  for name, value in t.reward_parts.items():
+    facts.add_row(f'  {name}', f'{value:g}')
+  for name, value in t.meta.items():
+    facts.add_row(name, value)
+  for step, root in sorted(t.weights.items()):
+    facts.add_row(f'weights v{step}', root)
+  yield facts
+  for number, segment in enumerate(t.segments):
+    pieces = _pieces(segment, tokenizer)
+    logps = segment.logps[segment.sampled]
+    mean = f', mean log-prob {logps.mean():.3f}' if logps.size else ''
+    yield text.Text(
+        f'\nsegment {number}: {len(segment)} tokens, {logps.size}'
+        f' sampled{mean}',
+        'bold',
+    )
+    yield _tokens(segment, pieces) if tokens else _reading(segment, pieces)

@@ -1,0 +1,169 @@
+"""The resolved plan of a run as text: what it will do, in which units.
+
+A pure function of the experiment; nothing is allocated or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import functools
+import math
+from typing import Any
+
+import jax
+
+from composer_jax import config
+from composer_jax.model import decode
+from composer_jax.model import params as params_lib
+
+
+def text(cfg: config.Experiment) -> str:
+  """Returns the plan: work, batch arithmetic, memory, shapes to compile.
+
+  Raises:
+    ValueError: numbers that do not go together, such as rows that the mesh
+      cannot split.
+  """
+  sections = (
+      ('Model', _model(cfg)),
+      ('Work', _work(cfg)),
+      ('RL step', _rl_step(cfg)),
+      ('Memory, estimated', _memory(cfg)),
+      ('Programs to compile', _programs(cfg)),
+  )
+  lines = [f'Experiment {cfg.name}, seed {cfg.seed}']
+  for title, rows in sections:
+    lines += ['', title]
+    lines += [f'  {name:<22} {value}' for name, value in rows]
+  return '\n'.join(lines)
+
+
+_Rows = Iterable[tuple[str, str]]
+
+
+def _model(cfg: config.Experiment) -> _Rows:
+  m = cfg.model
+  total, active = params_lib.count(m)
+  yield 'parameters', f'{total:,} ({active:,} active per token)'
+  yield 'layers', f'{m.layers} of width {m.embed}, activations {m.dtype}'
+  yield 'experts', f'{m.experts} per layer, {m.top_k} per token'
+  yield 'mesh', f'data={cfg.mesh.data} devices'
+  yield 'loss', repr(cfg.loss)
+
+
+def _work(cfg: config.Experiment) -> _Rows:
+  for name in ('midtrain', 'warmup'):
+    p = getattr(cfg, name)
+    tokens = p.rows_per_step * p.tokens_per_row
+    yield name, (
+        f'{p.steps:,} steps x {p.rows_per_step} rows x {p.tokens_per_row}'
+        f' tokens = {p.steps * tokens:,} tokens ({tokens:,} per step)'
+    )
+  rl = cfg.rl
+  per_step = rl.groups_per_step * rl.rollouts_per_group
+  yield 'rl', (
+      f'{rl.steps:,} steps x {per_step} rollouts ='
+      f' {rl.steps * per_step:,} rollouts'
+  )
+  times = 2 + max(0, (rl.steps - 1) // rl.eval_every_steps)
+  yield 'evaluation', (
+      f'{cfg.evaluation.tasks} tasks, {times} times: before, every'
+      f' {rl.eval_every_steps} RL steps, and at the end'
+  )
+
+
+def _rl_step(cfg: config.Experiment) -> _Rows:
+  rl, rollout = cfg.rl, cfg.rollout
+  rollouts = rl.groups_per_step * rl.rollouts_per_group
+  capacity = rl.rows_per_step * rl.tokens_per_row
+  most = rollouts * rollout.context_tokens
+  yield 'batch', (
+      f'{rl.groups_per_step} prompts x {rl.rollouts_per_group} rollouts ='
+      f' {rollouts} rollouts'
+  )
+  yield 'capacity', (
+      f'{rl.rows_per_step} rows x {rl.tokens_per_row} tokens ='
+      f' {capacity:,} tokens per program call'
+  )
+  yield 'at most', (
+      f'{rollouts} windows x {rollout.context_tokens} tokens = {most:,} tokens'
+      f' = {math.ceil(most / capacity)} calls'
+  )
+  yield 'denominator Z', (
+      f'{rollouts} rollouts x norm_tokens {rl.norm_tokens} ='
+      f' {rollouts * rl.norm_tokens:,}'
+  )
+  yield 'in flight', f'{rl.workers} rollouts on {rollout.slots} decode slots'
+  yield 'staleness', (
+      f'at most {rl.max_staleness_versions} versions when admitted; tokens'
+      f' older than {rl.withhold_staleness_versions} versions are not trained'
+  )
+
+
+def _memory(cfg: config.Experiment) -> _Rows:
+  masters = params_lib.abstract(cfg.model)
+  moments = jax.eval_shape(cfg.rl_optimizer.build().init, masters)
+  cache = jax.eval_shape(
+      functools.partial(
+          decode.init_cache,
+          cfg.model,
+          cfg.rollout.slots,
+          cfg.rollout.context_tokens,
+      )
+  )
+  sizes = {
+      'masters (f32)': _bytes(masters),
+      'gradients (f32)': _bytes(masters),
+      'optimizer state': _bytes(moments),
+      'decode weights': _bytes(masters),
+      'KV cache': _bytes(cache),
+      'activations, about': _activation_bytes(cfg),
+  }
+  for name, size in sizes.items():
+    yield name, _mib(size)
+  yield 'sum', f'{_mib(sum(sizes.values()))}, programs and libraries apart'
+
+
+def _activation_bytes(cfg: config.Experiment) -> int:
+  """What the backward pass of the largest micro-batch keeps, roughly."""
+  m = cfg.model
+  rows = max(_micro_rows(p) * p.tokens_per_row for p in _phases(cfg).values())
+  width = 6 * m.embed + 4 * m.q_heads * m.head_dim + m.experts
+  width += 4 * m.top_k * m.moe_ffn
+  return 4 * rows * m.layers * width
+
+
+def _programs(cfg: config.Experiment) -> _Rows:
+  for name, p in _phases(cfg).items():
+    rows = _micro_rows(p)
+    if p.rows_per_step % rows or rows % cfg.mesh.data:
+      raise ValueError(
+          f'{name}.micro_rows={p.micro_rows}: {rows} rows must divide'
+          f' rows_per_step={p.rows_per_step} and be a multiple of'
+          f' mesh.data={cfg.mesh.data}'
+      )
+    yield f'{name} step', f'tokens [{rows} {p.tokens_per_row}]'
+  r = cfg.rollout
+  yield 'prefill', (
+      f'up to [{r.prefill_rows} {r.context_tokens}], in a few sizes'
+  )
+  yield 'decode', (
+      f'up to {r.slots} slots x {r.steps_per_sync} steps, in a few sizes'
+  )
+
+
+def _phases(cfg: config.Experiment) -> dict[str, Any]:
+  return {'midtrain': cfg.midtrain, 'warmup': cfg.warmup, 'rl': cfg.rl}
+
+
+def _micro_rows(phase: config.PhaseConfig | config.RlConfig) -> int:
+  return phase.micro_rows or phase.rows_per_step
+
+
+def _bytes(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def _mib(size: int) -> str:
+  return f'{size / 2**20:,.1f} MiB'

@@ -1,0 +1,105 @@
+"""Looks at what a run has made, without changing the run.
+
+  python3 -m experiments.inspect run --workdir=DIR
+  python3 -m experiments.inspect weights --store=URL [--verify]
+  python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
+  python3 -m experiments.inspect trajectory --path=FILE [--tokens]
+
+run: result, claims and latest figures; builds DIR/report.html anew.
+weights: a line for every published version; --verify rebuilds them all.
+trajectory: the list of those kept, or one of them with its text.
+"""
+
+import pathlib
+import sys
+
+from absl import flags as absl_flags
+from experiments import flags
+from rich import console
+
+_COMMANDS = ('run', 'weights', 'trajectory')
+
+
+def _define(command: str) -> None:
+  """Defines the flags of one command, so that --help lists no others."""
+  if command == 'run':
+    flags.define_workdir('of the run')
+    absl_flags.DEFINE_bool('report', True, 'Builds report.html anew.')
+  elif command == 'weights':
+    absl_flags.DEFINE_string(
+        'store',
+        None,
+        'URL or path of a weights store, such as DIR/weights.',
+        required=True,
+    )
+    absl_flags.DEFINE_bool(
+        'verify', False, 'Rebuilds every version, derives every digest anew.'
+    )
+  elif command == 'trajectory':
+    absl_flags.DEFINE_string('workdir', None, 'Directory of the run.')
+    absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
+    absl_flags.DEFINE_string('path', None, 'File of a trajectory.')
+    absl_flags.DEFINE_bool('tokens', False, 'A line for every token.')
+
+
+def _run(out: console.Console) -> None:
+  from composer_jax.dashboard import report
+  from composer_jax.runs import inspection
+
+  workdir = pathlib.Path(absl_flags.FLAGS.workdir)
+  for part in inspection.run(workdir):
+    out.print(part)
+  if absl_flags.FLAGS.report:
+    out.print(f'report: {report.build(workdir)}', soft_wrap=True)
+
+
+def _weights(out: console.Console) -> int:
+  from composer_jax.runs import inspection
+  from composer_jax.weights import store
+
+  try:
+    table = inspection.weights(absl_flags.FLAGS.store, absl_flags.FLAGS.verify)
+  except store.StoreError as error:
+    print(f'inspect: damaged store: {error}', file=sys.stderr)
+    return 1
+  out.print(table)
+  return 0
+
+
+def _trajectory(out: console.Console) -> None:
+  from composer_jax.runs import inspection
+
+  values = absl_flags.FLAGS
+  if not (values.workdir or values.path):
+    raise ValueError('trajectory: give --workdir=DIR or --path=FILE')
+  if values.path:
+    path = pathlib.Path(values.path)
+    if not path.is_file():
+      raise ValueError(f'--path={path}: no such file')
+  elif values.task:
+    path = inspection.find(pathlib.Path(values.workdir), values.task)
+  else:
+    found = inspection.stored(pathlib.Path(values.workdir))
+    out.print(inspection.trajectories(found.values()))
+    return
+  for part in inspection.trajectory(path, values.tokens):
+    out.print(part)
+
+
+def main() -> int | None:
+  out = console.Console(highlight=False, markup=False, emoji=False)
+  if not out.is_terminal:
+    out.width = 160  # a log or a pipe has no edge
+  return {'run': _run, 'weights': _weights, 'trajectory': _trajectory}[
+      _COMMAND
+  ](out)
+
+
+if __name__ == '__main__':
+  if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
+    print(__doc__)
+    wanted = len(sys.argv) > 1 and sys.argv[1] in ('--help', '-h', '-help')
+    sys.exit(0 if wanted else flags.USAGE_EXIT_CODE)
+  _COMMAND = sys.argv.pop(1)
+  _define(_COMMAND)
+  flags.run(main)

@@ -1,0 +1,121 @@
+"""The machine under a run: devices, compilation cache, interrupts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+import signal
+import typing
+from typing import Any
+
+import jax
+
+from composer_jax import config
+
+# A host can pretend to have any number of devices; beyond this many in one
+# process they only cost time.
+_MAX_HOST_DEVICES = 8
+
+
+class Devices(typing.NamedTuple):
+  """Which device does what."""
+
+  train: list[jax.Device]  # the mesh: MeshConfig.data of them
+  rollout: jax.Device  # decodes; apart from the mesh if there are enough
+
+
+def setup_devices(cfg: config.Experiment, cache: str | None = None) -> Devices:
+  """Starts jax: host devices, compilation cache, and the mesh check.
+
+  On a CPU the process gets one host device per position of the mesh and one
+  more for decoding, so that the two overlap; JAX_NUM_CPU_DEVICES overrules it.
+  Call it before anything makes an array.
+
+  Args:
+    cfg: the resolved experiment.
+    cache: directory of compiled programs; '' for none, None for the default.
+
+  Raises:
+    ValueError: the mesh needs more devices than there are.
+  """
+  want = cfg.mesh.data
+  if jax.config.jax_num_cpu_devices < 0:
+    most = max(_MAX_HOST_DEVICES, os.cpu_count() or 1)
+    jax.config.update('jax_num_cpu_devices', min(want, most) + 1)
+    decoders = 1
+  else:
+    decoders = 0
+  setup_cache(cache)
+  devices = jax.devices()
+  kind = devices[0].platform
+  mesh_devices = len(devices) - (decoders if kind == 'cpu' else 0)
+  if want > mesh_devices:
+    raise ValueError(
+        f'MeshConfig.data={want}: only {mesh_devices} {kind} devices here; use'
+        f' --set=mesh.data={mesh_devices} or less'
+    )
+  return Devices(devices[:want], devices[min(want, len(devices) - 1)])
+
+
+def setup_cache(cache: str | None = None) -> None:
+  """Keeps compiled programs between runs; see `setup_devices`."""
+  path = default_cache() if cache is None else cache
+  if path:
+    jax.config.update('jax_compilation_cache_dir', str(path))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+def default_cache() -> pathlib.Path:
+  """Returns the user's cache directory for this jax on this processor.
+
+  A program compiled for one processor may not run, or not give the same bits,
+  on another one that shares the home directory.
+  """
+  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  info = pathlib.Path('/proc/cpuinfo')
+  features = [platform.machine()]
+  if info.exists():
+    keys = ('model name', 'flags', 'Features')
+    lines = info.read_text().splitlines()
+    features += sorted({line for line in lines if line.startswith(keys)})
+  name = hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
+  return pathlib.Path(base, 'composer_jax', f'jax-{jax.__version__}-{name}')
+
+
+class Interrupt:
+  """Ctrl-C in two stages, as a context manager.
+
+  The first SIGINT or SIGTERM only makes the object true when called: the loop
+  finishes its step, saves, and returns. A second one aborts.
+
+    with Interrupt() as stop:
+      while step < steps and not stop():
+        ...
+  """
+
+  def __init__(self):
+    self._requested = False
+    self._before: dict[int, Any] = {}
+
+  def __call__(self) -> bool:
+    """Returns True once the user has asked to stop."""
+    return self._requested
+
+  def __enter__(self) -> Interrupt:
+    for number in (signal.SIGINT, signal.SIGTERM):
+      self._before[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+  def _handle(self, number: int, frame: object) -> None:
+    if self._requested:
+      raise KeyboardInterrupt
+    self._requested = True
+    # Not print(): it may be what was interrupted.
+    text = '\nstopping after this step; once more to abort without saving\n'
+    os.write(2, text.encode())

@@ -1,0 +1,57 @@
+"""Package declaration; tools are configured in pyproject.toml."""
+
+import pathlib
+
+import setuptools
+
+_CORE = [
+    'absl-py',
+    'beartype',
+    'flax',
+    'jax>=0.10.2,<0.12',
+    'jaxtyping',
+    'jinja2',
+    'ml_dtypes',
+    'numba',
+    'numpy',
+    'optax',
+    'orbax-checkpoint',
+    'rich',
+    'tensorboardX',
+    'tensorstore',
+    'tokenizers',
+    'xxhash',
+    'zstandard',
+]
+
+setuptools.setup(
+    name='composer_jax',
+    version='0.1.0',
+    description=(
+        'Specialist coding agents in pure JAX: mid-training, asynchronous RL'
+        ' inside the real harness, online RL.'
+    ),
+    long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=setuptools.find_packages(
+        include=['composer_jax*', 'kernels_triton*', 'experiments*']
+    ),
+    package_data={'composer_jax.dashboard': ['templates/*']},
+    install_requires=_CORE,
+    extras_require={
+        'gpu': ['jax[cuda13]', 'jax-triton==0.3.1', 'triton'],
+        'serve': ['httpx', 'sqlalchemy', 'starlette', 'uvicorn'],
+        'fleet': ['nats-py'],
+        'peers': ['openai', 'torch==2.13.0', 'transformers'],
+        'test': [
+            'hypothesis',
+            'pyink==26.*',
+            'pyrefly==1.*',
+            'pytest',
+            'ruff==0.17.*',
+            'scipy',
+        ],
+    },
+)

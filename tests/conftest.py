@@ -1,0 +1,14 @@
+"""Strict numerics and four fake devices for every test."""
+
+from absl import flags
+import jax
+
+
+def pytest_configure(config):
+  flags.FLAGS.mark_as_parsed()  # absltest keeps its temporary directory there.
+  # Before anything starts a backend: tests of the mesh need real devices.
+  jax.config.update('jax_num_cpu_devices', 4)
+  jax.config.update('jax_numpy_rank_promotion', 'raise')
+  # Compiled programs outlive the process, so a second run is quick.
+  jax.config.update('jax_compilation_cache_dir', str(config.cache.mkdir('jax')))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)

@@ -1,0 +1,213 @@
+"""A whole asynchronous run in virtual time: no test ever sleeps."""
+
+import asyncio
+from collections.abc import Callable
+import dataclasses
+import itertools
+import selectors
+
+import numpy as np
+
+from composer_jax import trace
+from composer_jax.fleet import admission
+from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import ledger as ledger_lib
+from composer_jax.fleet import queue as queue_lib
+
+RUN = 'run'
+
+
+class _Selector(selectors.DefaultSelector):
+  """Turns waiting for a timer into moving the clock."""
+
+  def __init__(self):
+    super().__init__()
+    self.now = 0.0
+
+  def select(self, timeout=None):
+    events = super().select(0)
+    if events:
+      return events
+    if timeout is None:
+      raise AssertionError('deadlock: every task waits and no timer is set')
+    self.now += max(0.0, timeout)
+    if self.now > 1e8:
+      raise AssertionError('livelock: years pass and the test does not end')
+    return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+  """Its clock jumps to the next timer; a loop that can never go on raises."""
+
+  def __init__(self):
+    self._virtual = _Selector()
+    super().__init__(self._virtual)
+
+  def time(self) -> float:
+    return self._virtual.now
+
+  def stall(self, seconds: float) -> None:
+    """Lets time pass while no task runs, like a long compilation."""
+    self._virtual.now += seconds
+
+  def shut(self) -> None:
+    """Cancels what still runs, then closes."""
+    tasks = asyncio.all_tasks(self)
+    for task in tasks:
+      task.cancel()
+    if tasks:
+      self.run_until_complete(asyncio.wait(tasks))
+    self.run_until_complete(self.shutdown_asyncgens())
+    self.close()
+
+
+def run(coroutine):
+  """Runs a coroutine to its end on a fresh virtual loop."""
+  loop = VirtualLoop()
+  try:
+    return loop.run_until_complete(coroutine)
+  finally:
+    loop.shut()
+
+
+def weights(step):
+  return trace.WeightVersion(step, f'digest{step}', None)
+
+
+def rollout(
+    task_id, reward, versions=(0,), stop=trace.StopReason.FINISHED, experts=0
+):
+  """A trajectory with one prompt token, then one token per version."""
+  versions = np.array((*versions[:1], *versions), np.int32)
+  n = len(versions)
+  sampled = np.arange(n) > 0
+  segment = trace.TokenTrace(
+      tokens=np.arange(n, dtype=np.int32),
+      sampled=sampled,
+      logps=np.where(sampled, -1.0, 0.0).astype(np.float32),
+      versions=versions,
+      routing=trace.RoutingTrace(np.full((n, 2, 2), experts, np.uint8)),
+  )
+  return trace.Trajectory(
+      task_id=task_id,
+      group_id=task_id.rpartition('/')[0],
+      segments=(segment,),
+      reward=reward,
+      reward_parts={},
+      stop=stop,
+      weights={int(v): f'digest{v}' for v in versions},
+  )
+
+
+@dataclasses.dataclass
+class Run:
+  """One life of a trainer with its queue and its workers.
+
+  Attributes:
+    pacing: limits.
+    reward: (prompt, member) -> reward.
+    seconds: (prompt, member, attempt) -> duration; inf hangs.
+    ledger: what the restored weights have consumed.
+    prompts: how many the source has.
+    workers: rollouts at a time.
+    batches: (time of the take, batch), filled by `train`.
+  """
+
+  pacing: admission.Pacing
+  reward: Callable[[int, int], float]
+  seconds: Callable[[int, int, int], float]
+  ledger: ledger_lib.Ledger = ledger_lib.Ledger()
+  prompts: int = 1 << 30
+  workers: int = 64
+  lease_seconds: float = 20.0
+  train_seconds: float = 1.0
+  batches: list = dataclasses.field(default_factory=list)
+
+  async def _dispatch(self):
+    new = range(self.ledger.next_prompt, self.prompts)
+    for prompt in itertools.chain([p for p, _ in self.ledger.in_flight], new):
+      for member in range(self.pacing.rollouts_per_group):
+        seed = admission.rollout_seed(0, prompt, member)
+        task_id = admission.task_id(RUN, prompt, member)
+        await self.queue.offer(task_id, {'seed': seed})
+    self.gate.exhaust()
+
+  async def _follow(self):
+    async for version in self.queue.versions():
+      self.serving = version.step
+
+  async def _work(self):
+    while True:
+      lease = await self.queue.lease('rollout', 1e6)
+      if lease is not None:
+        await self._roll(lease)
+
+  async def _roll(self, lease):
+    prompt, member = admission.parse_task_id(lease.id)
+    left = self.seconds(prompt, member, lease.attempt)
+    versions = []
+    while left > 0:
+      versions.append(self.serving)
+      if left == float('inf'):
+        await asyncio.sleep(1.5 * self.lease_seconds)
+      await asyncio.sleep(min(left, 1.0))
+      left -= 1.0
+      if not await self.queue.extend(lease):
+        return
+    trajectory = rollout(lease.id, self.reward(prompt, member), versions)
+    data = trace.to_bytes(trajectory)
+    ref = await self.blobs.put(lease, data)
+    if await self.queue.complete(lease, ref) == 'duplicate':
+      await self.blobs.delete(ref)
+
+  async def _collect(self):
+    async for cursor, ref in self.queue.results(self.ledger.cursor):
+      trajectory = None
+      if not ref.lost:
+        trajectory = trace.from_bytes(await self.blobs.get(ref))
+        await self.blobs.delete(ref)
+      prompt, member = admission.parse_task_id(ref.task_id)
+      self.gate.add(
+          cursor,
+          ref.task_id,
+          trajectory,
+          seed=admission.rollout_seed(0, prompt, member),
+          sha256=ref.sha256,
+      )
+
+  async def _train(self, steps):
+    for _ in range(steps):
+      batch = await self.gate.take()
+      if batch is None:
+        return
+      self.batches.append((asyncio.get_running_loop().time(), batch))
+      version = weights(batch.version)
+      self.ledger = ledger_lib.commit(self.ledger, batch, version.digest)
+      await asyncio.sleep(self.train_seconds)
+      await self.queue.publish_version(weights(batch.version + 1), '')
+
+  async def train(self, steps: int) -> ledger_lib.Ledger:
+    """Runs a life of at most `steps` steps; everything dies at its end."""
+    version = weights(len(self.ledger.steps))
+    self.serving = version.step
+    self.gate = gate_lib.Gate(
+        ledger_lib.resume(self.ledger, self.pacing, version),
+        routing_required=True,
+    )
+    self.queue = queue_lib.InProcessQueue(
+        self.gate,
+        lease_seconds=self.lease_seconds,
+        cursor=self.ledger.cursor,
+    )
+    self.blobs = queue_lib.Blobs()
+    await self.queue.publish_version(version, '')
+    async with asyncio.TaskGroup() as group:
+      others = [
+          group.create_task(c())
+          for c in (self._dispatch, self._follow, self._collect)
+          + (self._work,) * self.workers
+      ]
+      await self._train(steps)
+      for task in others:
+        task.cancel()
+    return self.ledger

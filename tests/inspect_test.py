@@ -1,0 +1,163 @@
+"""`inspect` from the command line, on real files."""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+from composer_jax import config
+from composer_jax.runs import inspection
+from composer_jax.weights import publish
+from composer_jax.weights import store
+import ml_dtypes
+import numpy as np
+from rich import console
+import sample_run
+import tokenizers
+from tokenizers import models
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+def _inspect(*arguments) -> subprocess.CompletedProcess:
+  command = [sys.executable, '-m', 'experiments.inspect', *map(str, arguments)]
+  return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+
+
+def _show(*parts) -> str:
+  out = console.Console(width=160, markup=False)
+  with out.capture() as capture:
+    for part in parts:
+      out.print(part)
+  return capture.get()
+
+
+def _publish(folder: pathlib.Path) -> list[publish.Published]:
+  """Versions 0 to 3; each changes 10 of 1000 values of one array."""
+  rng = np.random.default_rng(0)
+  named = {
+      name: rng.standard_normal(1_000).astype(ml_dtypes.bfloat16)
+      for name in ('a', 'b')
+  }
+  cfg = config.WeightsConfig(tile_elements=1_000)
+  publisher = publish.Publisher(folder.as_uri() + '/', cfg, 'test')
+  out = [publisher.publish(0, named)]
+  for step in (1, 2, 3):
+    words = named['a'].view(np.uint16).copy()
+    words[rng.choice(1_000, 10, False)] += 1
+    named = named | {'a': words.view(ml_dtypes.bfloat16)}
+    out.append(publisher.publish(step, named))
+  return out
+
+
+class InspectTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def test_run_prints_result_and_builds_the_report(self):
+    sample_run.write(self.folder, steps=3)
+    out = _inspect('run', f'--workdir={self.folder}')
+    self.assertEqual(out.returncode, 0, out.stderr)
+    self.assertRegex(out.stdout, r'Held-out tasks, sampled +0\.140 +0\.570')
+    self.assertRegex(out.stdout, r'Digest mismatches +0 +ok')
+    self.assertTrue((self.folder / 'report.html').exists())
+
+  def test_run_marks_a_broken_claim(self):
+    sample_run.write(self.folder, steps=3)
+    path = self.folder / 'summary.json'
+    text = path.read_text().replace(
+        '"digest_mismatches": 0', '"digest_mismatches": 2'
+    )
+    path.write_text(text)
+    text = _show(*inspection.run(self.folder))
+    self.assertRegex(text, r'Digest mismatches +2 +FAILED')
+
+  def test_weights_lists_what_was_published(self):
+    published = _publish(self.folder)
+    text = _show(inspection.weights(str(self.folder), verify=True))
+    rows = [r.split() for r in text.splitlines() if r.strip().endswith('ok')]
+    self.assertEqual(
+        [r[:3] for r in rows],
+        [
+            ['0', '0', '-'],
+            ['1', '1', '0'],
+            ['2', '2', '1'],
+            ['3', '3', '2'],
+        ],
+    )
+    self.assertEqual([r[3] for r in rows], ['base'] + ['0.50%'] * 3)
+    self.assertIn('D2 50%, same 50%', text)
+    for row, p in zip(rows, published, strict=True):
+      self.assertEqual(row[-2], p.version.digest[:12])
+
+  def test_weights_verify_finds_a_flipped_bit(self):
+    _publish(self.folder)
+    (segment,) = self.folder.glob('d/1-2/*.seg.0')
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 1
+    segment.write_bytes(data)
+    inspection.weights(str(self.folder))  # not looked at
+    with self.assertRaisesRegex(store.StoreError, '1-2'):
+      inspection.weights(str(self.folder), verify=True)
+    out = _inspect('weights', f'--store={self.folder}', '--verify')
+    self.assertEqual(out.returncode, 1)
+    self.assertIn('damaged store', out.stderr)
+    self.assertLen(out.stderr.splitlines(), 1)
+
+  def test_trajectory_by_task(self):
+    sample_run.write(self.folder, steps=1)
+    vocab = {chr(i): i for i in range(128)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, []))
+    tokenizer.save(str(self.folder / 'tokenizer.json'))
+    out = _inspect('trajectory', f'--workdir={self.folder}', '--task=r0/7/2')
+    self.assertEqual(out.returncode, 0, out.stderr)
+    tokens = sample_run.trajectory(2).segments[0].tokens
+    chars = ''.join(map(chr, tokens))
+    text = f'{chars[:16]}⟨v3⟩{chars[16:20]}⟨v4⟩{chars[20:]}'
+    self.assertIn(text, out.stdout)
+    self.assertRegex(out.stdout, r'hidden_tests +1')
+
+  def test_trajectory_tokens_show_experts_and_blanks(self):
+    sample_run.write(self.folder, steps=1)
+    path = inspection.find(self.folder, 'r0/7/0')
+    text = _show(*inspection.trajectory(path, tokens=True))
+    first = sample_run.trajectory(0).segments[0].routing.experts[0].tolist()
+    row = ' | '.join(f'{a} {b}' for a, b in first)
+    self.assertRegex(text, rf' 0 +\S+ +3 +{row.replace("|", ".")}')
+    self.assertRegex(text, r' 23 +\S+ +-0\.5000 +4 *\n')
+
+  def test_list_and_unknown_task(self):
+    sample_run.write(self.folder, steps=1)
+    (self.folder / 'trajectories' / 'junk').write_text('not a trajectory')
+    found = inspection.stored(self.folder)
+    self.assertEqual(sorted(found), ['r0/7/0', 'r0/7/1', 'r0/7/2'])
+    text = _show(inspection.trajectories(found.values(), most=2))
+    self.assertIn('3 trajectories, 2 shown', text)
+    with self.assertRaisesRegex(ValueError, 'near it: r0/7/'):
+      inspection.find(self.folder, 'r0/7/9')
+
+  @parameterized.parameters(
+      (('trajectory',), 'give --workdir'),
+      (('run', '--workdir=/nowhere'), 'no such directory'),
+      (('weights', '--stor=x'), 'Did you mean'),
+      (('trajectory', '--path=/nowhere'), 'no such file'),
+  )
+  def test_wrong_input_is_one_line_and_exit_code_2(self, arguments, want):
+    out = _inspect(*arguments)
+    self.assertEqual(out.returncode, 2)
+    self.assertLen(out.stderr.splitlines(), 1)
+    self.assertIn(want, out.stderr)
+
+  def test_no_command_explains_itself(self):
+    out = _inspect()
+    self.assertEqual(out.returncode, 2)
+    self.assertIn('trajectory --workdir=DIR', out.stdout)
+    self.assertEqual(_inspect('--help').returncode, 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,143 @@
+"""Who may import whom: one table, which the code and BUILD must both match."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+_TOPS = ('composer_jax', 'kernels_triton', 'experiments')
+_HELPERS = {p.stem for p in pathlib.Path(__file__).parent.glob('*.py')}
+
+# Layer -> (its files, layers it may import, packages it may import). A layer
+# is also a py_library of BUILD, with these deps.
+_HOST = 'numpy'
+_JAX = 'jax numpy optax flax'
+LAYERS: dict[str, tuple[str, str, str]] = {
+    'trace': ('composer_jax/trace.py', '', _HOST),
+    'config': ('composer_jax/config.py', '', ''),
+    'config_text': ('composer_jax/config_text.py', '', ''),
+    'typing': ('composer_jax/typing.py', '', 'beartype jaxtyping'),
+    'kernels_triton': (
+        'kernels_triton/*.py',
+        '',
+        'jax numpy triton jax_triton',
+    ),
+    'model': (
+        'composer_jax/model/*.py',
+        'config kernels_triton trace typing',
+        f'{_JAX} jaxtyping safetensors ml_dtypes',
+    ),
+    'learner': (
+        'composer_jax/learner/*.py',
+        'config model trace typing',
+        f'{_JAX} jaxtyping tokenizers',
+    ),
+    'rollout': (
+        'composer_jax/rollout/*.py',
+        'config kernels_triton model trace typing',
+        f'{_JAX} jaxtyping',
+    ),
+    'weights': (
+        'composer_jax/weights/*.py',
+        'config trace',
+        'ml_dtypes numba numpy orbax tensorstore xxhash zstandard',
+    ),
+    'agents': (
+        'composer_jax/agents/*.py',
+        'config trace',
+        f'{_HOST} jinja2 tokenizers',
+    ),
+    'rewards': ('composer_jax/rewards/*.py', 'agents config trace', _HOST),
+    'fleet': ('composer_jax/fleet/*.py', 'config trace', _HOST),
+    'dashboard': (
+        'composer_jax/dashboard/*.py',
+        'config trace',
+        f'{_HOST} jinja2',
+    ),
+    'runs': (
+        'composer_jax/runs/*.py',
+        'agents config config_text dashboard fleet kernels_triton learner model'
+        ' rewards rollout trace typing weights',
+        f'{_JAX} ml_dtypes orbax rich tensorboardX tensorstore tokenizers',
+    ),
+    'configs': (
+        'experiments/configs/*.py',
+        'agents config fleet learner model rewards',
+        '',
+    ),
+    'bench_suites': (
+        'experiments/bench_suites/*.py',
+        'config kernels_triton learner model rollout trace weights',
+        'jax numpy torch transformers',
+    ),
+    'experiments': (
+        'experiments/*.py',
+        'agents bench_suites config config_text configs dashboard fleet'
+        ' kernels_triton learner model rewards rollout runs trace weights',
+        'absl jax numpy rich',
+    ),
+}
+
+
+@functools.cache
+def files(layer: str) -> list[pathlib.Path]:
+  """Returns the modules of a layer."""
+  return sorted(ROOT.glob(LAYERS[layer][0]))
+
+
+def modules() -> list[pathlib.Path]:
+  """Returns every module of the product."""
+  return sorted(p for top in _TOPS for p in (ROOT / top).rglob('*.py'))
+
+
+def is_binary(path: pathlib.Path) -> bool:
+  """Says whether a module of experiments/ is a program."""
+  return "\nif __name__ == '__main__':\n" in path.read_text()
+
+
+@functools.cache
+def imports(path: pathlib.Path) -> tuple[str, ...]:
+  """Returns the full names that a file imports, `a.b` for `from a import b`."""
+  names = []
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      names += [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      if node.level:
+        raise ValueError(f'{path}:{node.lineno}: write the import in full')
+      names += [f'{node.module}.{alias.name}' for alias in node.names]
+  return tuple(names)
+
+
+@functools.cache
+def layer_of(path: pathlib.Path) -> str | None:
+  """Returns the layer of a file; None for a test."""
+  return next((layer for layer in LAYERS if path in files(layer)), None)
+
+
+def split(path: pathlib.Path) -> tuple[set[str], set[str]]:
+  """Returns (layers, packages) that a file imports, its own layer apart."""
+  own = layer_of(path)
+  inside, outside = set(), set()
+  for name in imports(path):
+    top = name.partition('.')[0]
+    if top in _TOPS:
+      inside.add(_layer_of_import(name, path))
+    elif top not in sys.stdlib_module_names and top not in _HELPERS:
+      outside.add(top)
+  return inside - {own}, outside
+
+
+def _layer_of_import(name: str, path: pathlib.Path) -> str:
+  """Finds the layer of `from package import module`, which is house style."""
+  if name == 'composer_jax.typing.typed':  # As one imports from typing.
+    name = 'composer_jax.typing'
+  layer = layer_of(ROOT / (name.replace('.', '/') + '.py'))
+  if layer is None:
+    where = path.relative_to(ROOT)
+    raise ValueError(f'{where}: {name} is not a module; import the module')
+  return layer
