@@ -1,7 +1,9 @@
 """Pacing, group assembly, ingest checks: examples, properties and a model."""
 
+import asyncio
 import dataclasses
 import random
+import threading
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -321,14 +323,21 @@ class IngestTest(parameterized.TestCase):
 
     fleet_sim.run(test())
 
-  def test_at_staleness_0_a_host_must_serve_the_admitted_weights(self):
+  @parameterized.parameters(0, 1, 2)
+  def test_a_host_serves_at_most_s_versions_behind_admission(self, staleness):
     async def test():
-      pacing = dataclasses.replace(PACING, max_staleness_versions=0)
+      pacing = dataclasses.replace(PACING, max_staleness_versions=staleness)
       gate = gate_lib.Gate(start(pacing), routing_required=True)
-      gate.publish(fleet_sim.weights(1))
-      await gate.admit('run/0/0')
-      gate.add(1, 'run/0/0', fleet_sim.rollout('run/0/0', 1.0, (0, 1)), seed=5)
-      self.assertIn('older than 1', gate.state.groups[0].members[0].refused)
+      for step in range(1, 4):
+        gate.publish(fleet_sim.weights(step))
+      await gate.admit('run/0/0')  # version 3 is published
+      for member, behind in enumerate((staleness, staleness + 1)):
+        task_id = f'run/0/{member}'
+        late = fleet_sim.rollout(task_id, 1.0, (3 - behind, 3))
+        gate.add(member + 1, task_id, late, seed=5)
+      (group,) = gate.state.untrained  # one valid member
+      self.assertEqual(group.members[0].refused, '')
+      self.assertIn(f'older than {3 - staleness}', group.members[1].refused)
 
     fleet_sim.run(test())
 
@@ -476,6 +485,31 @@ class SimulatedRunTest(parameterized.TestCase):
         for member in group.members.values():
           versions = member.trajectory.segments[0].versions
           self.assertEqual(set(versions.tolist()), {step})
+
+  def test_a_trainer_thread_takes_from_a_loop_on_another_thread(self):
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    gate = gate_lib.Gate(start(PACING), routing_required=True)
+
+    def call(coroutine):
+      return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+    async def produce():
+      for prompt in range(2):
+        for member in range(2):
+          task_id = f'run/{prompt}/{member}'
+          await gate.admit(task_id)
+          t = fleet_sim.rollout(task_id, float(member))
+          gate.add(2 * prompt + member + 1, task_id, t, seed=0)
+
+    waiting = call(gate.take())
+    call(produce()).result(30)
+    batch = waiting.result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+    loop.close()
+    self.assertEqual([g.prompt for g in batch.groups], [0, 1])
 
   def test_a_finite_source_is_consumed_to_its_last_prompt(self):
     pacing = admission.Pacing(4, 2, 2, 3)

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import tempfile
-from unittest import mock
 
 from absl.testing import absltest
 import jax
@@ -62,16 +61,16 @@ class PairedTest(absltest.TestCase):
 
       return run
 
-    with mock.patch.object(paired.time, 'perf_counter', lambda: clock[0]):
-      r = paired.measure(
-          'x',
-          side('ours', 2.0),
-          {'slow': side('slow', 5.0), 'fast': side('fast', 4.0)},
-          work=8,
-          unit='u/s',
-          pairs=3,
-          target=1.0,
-      )
+    r = paired.measure(
+        'x',
+        side('ours', 2.0),
+        {'slow': side('slow', 5.0), 'fast': side('fast', 4.0)},
+        work=8,
+        unit='u/s',
+        pairs=3,
+        target=1.0,
+        clock=lambda: clock[0],
+    )
     warmup = ['ours', 'slow', 'slow', 'fast', 'fast']
     self.assertEqual(
         calls, warmup + ['ours', 'fast', 'fast', 'ours', 'ours', 'fast']
@@ -90,13 +89,12 @@ class SuiteTest(absltest.TestCase):
     self.assertEqual(bool(r.peer), mixtral.installed())
 
   def test_decode(self):
-    results = decode.run(
-        pairs=1, cfg=_SMALL, batches=(1, 3), prompt_tokens=8, new_tokens=24
+    (r,) = decode.run(
+        pairs=1, cfg=_SMALL, batches=(3,), prompt_tokens=8, new_tokens=24
     )
-    self.assertEqual(
-        [r.name for r in results], ['decode batch 1', 'decode batch 3']
-    )
-    self.assertGreater(min(r.ours[0] for r in results), 0)
+    self.assertEqual(r.name, 'decode batch 3')
+    self.assertGreater(r.ours[0], 0)
+    self.assertEqual(bool(r.peer), mixtral.installed())
 
   def test_report_is_json(self):
     results = [_result((7.0,), (10.0,))]
@@ -124,13 +122,12 @@ class PeerTest(absltest.TestCase):
     params = params_lib.init(_SMALL, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 32), np.int32)
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), (2, 32))
-    out = transformer.forward(
-        params, tokens, np.ones_like(tokens), positions, cfg=_SMALL
-    )
     targets = np.roll(tokens, -1, axis=1)
-    logps, _ = transformer.token_logps(
-        params, out.hidden, jnp.asarray(targets), cfg=_SMALL
+    ids, ones, at, aim = map(
+        jnp.asarray, (tokens, np.ones_like(tokens), positions, targets)
     )
+    out = transformer.forward(params, ids, ones, at, cfg=_SMALL)
+    logps, _ = transformer.token_logps(params, out.hidden, aim, cfg=_SMALL)
     for name, model in mixtral.models(_SMALL, 32).items():
       state = _state_dict(params)
       state = {k: torch.from_numpy(np.array(v)) for k, v in state.items()}

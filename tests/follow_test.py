@@ -166,20 +166,26 @@ class FollowTest(parameterized.TestCase):
         self.assertTrue(sample_weights.same(got, named[1]))
     self.assertTrue(sample_weights.same(follower.poll()[1], last))
 
-  def test_damaged_delta_is_passed_by_the_next_base(self):
+  @parameterized.parameters(
+      ('d/2-3/*.seg.0', None), ('d/2-3/*.seg.0', 20), ('m/3.*', None)
+  )
+  def test_damaged_delta_is_passed_by_the_next_base(self, pattern, keep):
     publisher, _, _ = self._publish(2)
     follower = follow.Follower(self.url)
-    follower.poll()
+    version, _ = follower.poll()
     more = list(sample_weights.versions(6))[2:]
     publisher.publish(3, more[0])
-    next(self.dir.glob('d/2-3/*.seg.0')).unlink()
-    with self.assertRaisesRegex(follow.FollowError, 'missing'):
-      follower.poll()
-    publisher.publish(4, more[1])
-    with self.assertRaisesRegex(follow.FollowError, 'missing'):
-      follower.poll()
-    publisher.publish(5, more[2])  # has a base
-    version, got = follower.poll()
+    path = next(self.dir.glob(pattern))
+    data = path.read_bytes()
+    path.unlink()
+    if keep is not None:
+      path.write_bytes(data[:keep])
+    for step in (4, 5):
+      with self.assertRaisesRegex(follow.FollowError, path.name):
+        follower.poll()
+      self.assertEqual(follower.version, version)
+      publisher.publish(step, more[step - 3])
+    version, got = follower.poll()  # version 5 has a base
     self.assertEqual(version.step, 5)
     self.assertTrue(sample_weights.same(got, more[2]))
 

@@ -180,6 +180,33 @@ class LedgerTest(parameterized.TestCase):
     late = ledger.next_prompt - len(consumed)
     self.assertLessEqual(late, 3 * 3)  # (S + 1) * B in flight, none skipped
 
+  def test_a_synchronous_run_does_not_notice_that_it_was_killed(self):
+    def run(ledger, steps, life):
+      return fleet_sim.run(
+          fleet_sim.Run(
+              admission.Pacing(3, 2, 0, 6),
+              lambda p, m: float(m) if p % 4 else 1.0,
+              lambda p, m, attempt: float(1 + (p * 7 + m + life) % 9),
+              ledger=ledger,
+          ).train(steps)
+      )
+
+    whole = run(ledger_lib.Ledger(), 7, life=0)
+    ledger = ledger_lib.Ledger()
+    for life, steps in enumerate((2, 1, 4)):  # arrivals differ between lives
+      saved = ledger_lib.to_json(run(ledger, steps, life))
+      ledger = ledger_lib.from_json(saved)
+    for step, (a, b) in enumerate(zip(whole.steps, ledger.steps, strict=True)):
+      self.assertEqual(
+          [(g.prompt, g.version, g.fault) for g in a.trained + a.untrained],
+          [(g.prompt, g.version, g.fault) for g in b.trained + b.untrained],
+          f'step {step}',
+      )
+    self.assertEqual(
+        (ledger.consumed, ledger.next_prompt),
+        (whole.consumed, whole.next_prompt),
+    )
+
 
 class PacingMachine(stateful.RuleBasedStateMachine):
   """Random workers, trainers, publications, kills; a model beside them.
@@ -361,9 +388,27 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     self.saved = ledger_lib.to_json(self.ledger)
     assert ledger_lib.from_json(self.saved) == self.ledger
 
-  @stateful.rule(skip=st.integers(0, 2))
-  def kill(self, skip):
+  @stateful.rule(steps=st.integers(1, 3))
+  def honest_steps(self, steps):
+    """Workers and trainer do their best; also the liveness check."""
+    goal = len(self.ledger.steps) + steps
+    for _ in range(2000):
+      if len(self.ledger.steps) == goal:
+        break
+      self.lease()
+      if self.leases:
+        self.complete_first()
+      if self.unpublished:
+        self.publish()
+      if self.taking.done():
+        self.train()
+    assert len(self.ledger.steps) == goal
+
+  @stateful.rule(skip=st.integers(0, 2), saved=st.booleans())
+  def kill(self, skip, saved):
     """Everything but the checkpoint is gone; version numbers never return."""
+    if saved:
+      self.checkpoint()
     self.loop.shut()
     self.loop = fleet_sim.VirtualLoop()
     self.number += skip
@@ -375,6 +420,10 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     assert batch.version == batch.step + self.shift
     prompts = [g.prompt for g in batch.groups]
     assert prompts == sorted(prompts)
+    # Short only if refills are spent and everything admitted has come back.
+    assert len(prompts) == b or len(batch.untrained) >= (
+        self.pacing.max_refill_groups + (s + 1) * b - len(prompts)
+    )
     assert len(prompts) <= b
     for g in batch.groups:
       assert self.teaches(g.prompt) and len(g.rollouts) >= 2
@@ -427,19 +476,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   def teardown(self):
     if not hasattr(self, 'loop'):
       return
-    # Liveness: from wherever we are, honest workers finish four more steps.
-    goal = len(self.ledger.steps) + 4
-    for _ in range(2000):
-      if len(self.ledger.steps) >= goal:
-        break
-      self.lease()
-      if self.leases:
-        self.complete_first()
-      if self.unpublished:
-        self.publish()
-      if self.taking.done():
-        self.train()
-    assert len(self.ledger.steps) >= goal
+    self.honest_steps(4)  # no state may be a dead end
     self.every_prompt_is_consumed_once_or_in_flight()
     self.loop.shut()
 

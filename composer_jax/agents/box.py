@@ -110,7 +110,11 @@ def _user() -> dict[str, Any]:
   """
   if os.geteuid() != 0:
     return {}
-  uid = 200_000 + os.getpid() % 32_768 * 1024 + next(_serial) % 1024
+  with open('/proc/self/uid_map') as f:
+    ids = sum(int(line.split()[2]) for line in f)
+  # A root of a container may own no more than 65536 ids.
+  base, span = (200_000, 1 << 25) if ids > 1 << 26 else (10_000, 50_000)
+  uid = base + (os.getpid() * 1024 + next(_serial) % 1024) % span
   return {'user': uid, 'group': uid, 'extra_groups': []}
 
 

@@ -75,8 +75,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> tokenizers.Tokenizer:
   least = len(SPECIAL_TOKENS) + 256 + 2 * len(OPERATORS)
   if vocab < least:
     raise ValueError(f'vocab={vocab}: must be at least {least}')
-  # Frequent enough to be merged before anything else is.
-  drill: Iterator[str] = itertools.repeat(' '.join(OPERATORS * 20), 5000)
+  # Frequent enough to be merged early, however rare in the texts.
+  drill: Iterator[str] = itertools.repeat(' '.join(OPERATORS * 20), 2000)
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizer()
   tokenizer.decoder = decoders.ByteLevel()

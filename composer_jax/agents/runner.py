@@ -280,7 +280,8 @@ def _kill_others():
 
 def _watch(pid, source, tape, connection, wall, memory):
   """Waits for the child, the deadline, the memory cap or a host hang-up."""
-  deadline = time.monotonic() + wall
+  now = time.monotonic()
+  deadline, check = now + wall, now + _TICK_SECONDS
   process = os.pidfd_open(pid)
   poll = select.poll()
   poll.register(source, select.POLLIN)
@@ -288,15 +289,17 @@ def _watch(pid, source, tape, connection, wall, memory):
   poll.register(connection, select.POLLRDHUP)
   try:
     while True:
-      left = deadline - time.monotonic()
-      if left <= 0:
+      now = time.monotonic()
+      if now >= deadline:
         return 'timeout', 0
-      ready = dict(poll.poll(1000 * min(left, _TICK_SECONDS)))
+      if now >= check and memory:
+        check = now + _TICK_SECONDS
+        if _resident_bytes() > memory:
+          return 'memory', 0
+      ready = dict(poll.poll(1000 * min(deadline - now, _TICK_SECONDS)))
       if connection.fileno() in ready:
         _kill_others()
         os._exit(0)
-      if not ready and memory and _resident_bytes() > memory:
-        return 'memory', 0
       if source in ready and not tape.read(source):
         poll.unregister(source)
       elif process in ready:

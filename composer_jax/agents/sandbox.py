@@ -195,16 +195,19 @@ class Pool:
   async def take(self) -> box.Box:
     """Waits for a sandbox; starts one if none is idle."""
     await self._free.acquire()
-    while self._idle:
-      warm = self._idle.pop()
-      if warm.alive:
-        return warm
-      await warm.close()
     try:
+      while self._idle:
+        warm = self._idle.pop()
+        if warm.alive:
+          return warm
+        await warm.close()
       return box.Box(self._caps, self._level)
     except OSError as e:
       self._free.release()
       raise box.SandboxError(f'cannot start a sandbox: {e}') from e
+    except BaseException:
+      self._free.release()
+      raise
 
   async def give(self, used: box.Box, clean: bool) -> None:
     """Takes a sandbox back."""

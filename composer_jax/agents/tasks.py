@@ -29,12 +29,10 @@ class Limits:
   Attributes:
     cpu_seconds: processor time; the limit that normally bites.
     wall_seconds: elapsed time; generous, because machines are shared.
-    output_bytes: how much of a command's output is kept.
   """
 
   cpu_seconds: float = 0.1
   wall_seconds: float = 4.0
-  output_bytes: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,9 +196,11 @@ def lost(ledger: Ledger) -> tuple[int, ...]:
 
 def to_json(ledger: Ledger) -> str:
   """Compact text; fields of records are positional."""
-  fields = dataclasses.asdict(ledger)
-  fields['steps'] = [dataclasses.astuple(s) for s in ledger.steps]
-  return json.dumps({'format': _FORMAT, **fields}, separators=(',', ':'))
+  return json.dumps(
+      {'format': _FORMAT, **vars(ledger)},
+      default=lambda record: list(vars(record).values()),
+      separators=(',', ':'),
+  )
 
 
 def _pairs(rows) -> Runs:

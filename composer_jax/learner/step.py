@@ -178,7 +178,8 @@ def gradients(
         forward, rounded(params), has_aux=True
     )
     gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
-    whole = jax.tree.map(gather, batch)
+    # The loss needs no routes, and they are the largest part of a batch.
+    whole = jax.tree.map(gather, batch.replace(routing=None))
     entropy = gather(entropy)
 
     def objective(logps):
@@ -231,7 +232,7 @@ def apply_gradients(
   return batch_lib.TrainState(state.step + 1, params, opt_state)
 
 
-_norm = jax.jit(optax.global_norm)
+_norm = jax.jit(optax.tree.norm)
 _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 _merge = jax.jit(batch_lib.merge)
 

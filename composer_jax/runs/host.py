@@ -8,8 +8,8 @@ parts around another `WorkQueue`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-import contextlib
+from collections.abc import Coroutine, Sequence
+import dataclasses
 import threading
 import time
 from typing import Any, Self, TypeVar
@@ -18,12 +18,14 @@ import jax
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.agents import grading
 from composer_jax.agents import harness
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks as tasks_lib
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import feed as feed_lib
 
+_SANDBOXES = 4  # warm ones, for episodes and as many for grading
 T = TypeVar('T')
 
 
@@ -44,3 +46,159 @@ class BusyClock:
     self._inside -= 1
     if not self._inside:
       self.seconds += time.perf_counter() - self._since
+
+
+class RolloutHost:
+  """Engine, weight feed, sandboxes and grader behind one event loop.
+
+  Attributes:
+    engine: the decode engine.
+    feed: follows the weight store.
+    loop: of the host's thread; `call` runs a coroutine there.
+    environment: time in sandboxes (tools and grading).
+    renderer: between tasks and tokens.
+  """
+
+  def __init__(
+      self,
+      cfg: config.Experiment,
+      url: str,
+      renderer: Any,
+      *,
+      device: jax.Device | None = None,
+  ):
+    """Describes the host; entering the context starts it.
+
+    Args:
+      cfg: model, rollout, harness, tasks and rewards are used.
+      url: of the weight store; something must have been published there.
+      renderer: for the experiment's tasks.
+      device: of the engine; the trainer should not use it.
+    """
+    self._cfg = cfg
+    self._url = url
+    self._device = device
+    self.renderer = renderer
+    self.environment = BusyClock()
+    self.loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+        target=self.loop.run_forever, name='rollout-host', daemon=True
+    )
+
+  def __enter__(self) -> Self:
+    self.feed = feed_lib.WeightFeed(self._url)
+    version, params = self.feed.first
+    self.engine = engine_lib.Engine(
+        self._cfg.model,
+        self._cfg.rollout,
+        version,
+        params,
+        refresh=self.feed.refresh,
+        device=self._device,
+    )
+    self._policy = engine_lib.EnginePolicy(self.engine)
+    self._thread.start()
+    self._pools = self.call(self._open_pools())
+    self._grader = grading.Grader(self._cfg.tasks, self._pools[1])
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.call(self._close_pools())
+    self.engine.close()
+    self.feed.close()
+    self.loop.call_soon_threadsafe(self.loop.stop)
+    self._thread.join()
+    self.loop.close()
+
+  def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on the host's loop; for other threads."""
+    return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+  async def _open_pools(self) -> list[sandbox.Pool]:
+    # Grading never happens in a sandbox that an episode has used.
+    pools = [sandbox.Pool(_SANDBOXES) for _ in range(2)]
+    for pool in pools:
+      await pool.__aenter__()
+    return pools
+
+  async def _close_pools(self) -> None:
+    mine = asyncio.current_task()
+    tasks = [t for t in asyncio.all_tasks() if t is not mine]
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for pool in self._pools:
+      await pool.__aexit__(None, None, None)
+
+  async def rollout(
+      self,
+      task: tasks_lib.Task,
+      task_id: str,
+      *,
+      seed: int,
+      temperature: float = 1.0,
+      oldest_version: int = 0,
+  ) -> trace.Trajectory:
+    """Plays and grades one episode.
+
+    Args:
+      task: the problem.
+      task_id: `run/prompt/member`.
+      seed: of the episode's random numbers.
+      temperature: 1 in training, 0 for greedy evaluation.
+      oldest_version: weight step that the episode must at least start on.
+
+    Returns:
+      The trajectory; INFRA_ERROR and no reward if it could not be judged.
+    """
+    await self.feed.wait_for(oldest_version)
+    async with self._pools[0].session() as session:
+      episode = await harness.run(
+          task,
+          session,
+          self._policy,
+          self.renderer,
+          cfg=self._cfg.harness,
+          seed=seed,
+          temperature=temperature,
+      )
+    if episode.submission is not None:
+      with self.environment:
+        grade = await self._grader(task, episode.submission)
+      episode = dataclasses.replace(episode, grade=grade)
+    results = [await reward(task, episode) for reward in self._cfg.rewards]
+    valid = all(r.valid for r in results)
+    digests = self.engine.digests
+    versions = {int(v) for s in episode.segments for v in s.versions if v >= 0}
+    flags = sorted({flag for r in results for flag in r.flags})
+    return trace.Trajectory(
+        task_id=task_id,
+        group_id=task_id.rpartition('/')[0],
+        segments=episode.segments,
+        reward=sum(r.score for r in results) if valid else None,
+        reward_parts={k: v for r in results for k, v in r.parts.items()},
+        stop=episode.stop if valid else trace.StopReason.INFRA_ERROR,
+        weights={v: digests[v] for v in sorted(versions)},
+        meta={**task.meta, **episode.meta, 'flags': ' '.join(flags)},
+    )
+
+  async def rollouts(
+      self,
+      tasks: Sequence[tasks_lib.Task],
+      *,
+      name: str,
+      seeds: Sequence[int],
+      temperature: float,
+      oldest_version: int = 0,
+  ) -> list[trace.Trajectory]:
+    """One episode per task, all at once; for evaluation."""
+    return await asyncio.gather(*(
+        self.rollout(
+            task,
+            f'{name}/{i}/0',
+            seed=seed,
+            temperature=temperature,
+            oldest_version=oldest_version,
+        )
+        for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
+    ))

@@ -43,21 +43,20 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Code:
-  """Chunks of a code corpus that fill `rows` rows."""
+  """Chunks of a code corpus."""
 
   stream: corpus.Stream
-  rows: int
 
   def __call__(self, cursor: Cursor) -> tuple[Documents, Cursor]:
     at = corpus.Cursor(**cursor.get('code', {}))
-    chunks, at = self.stream.next(at, self.rows)
+    chunks, at = self.stream.next(at)
     new = {**cursor, 'code': dataclasses.asdict(at)}
     return (chunks, [None] * len(chunks)), new
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Demos:
-  """Rendered tasks with format-only demonstrations, filling `rows` rows.
+  """Rendered tasks with format-only demonstrations, filling the rows of `shape`.
 
   Only the demonstration is trained; the prompt is context. Demonstrations are
   random legal actions, never right answers (`MicroRepair.demo`).
@@ -65,8 +64,7 @@ class Demos:
 
   tasks: Any
   renderer: Any
-  rows: int
-  tokens_per_row: int
+  shape: packing.Shape
   seed: int
 
   def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,8 +78,8 @@ class Demos:
   def __call__(self, cursor: Cursor) -> tuple[Documents, Cursor]:
     index = cursor.get('demo', 0)
     documents, masks = [], []
-    free = [self.tokens_per_row] * self.rows
-    block = contract.KEY_BLOCK
+    free = [self.shape.tokens_per_row] * self.shape.rows
+    block = self.shape.key_block
     while True:
       ids, mask = self._document(index)
       row = next((r for r, f in enumerate(free) if f >= len(ids)), None)
@@ -117,12 +115,7 @@ def heldout_bits_per_byte(
   """Compression of code that was never trained on, under published weights."""
   nll = 0.0
   published = step.rounded(state.params)
-  for chunks in corpus.batches(
-      tokens,
-      rows=shape.rows,
-      tokens_per_row=shape.tokens_per_row,
-      key_block=shape.key_block,
-  ):
+  for chunks in corpus.batches(tokens, shape):
     batch, _ = packing.pack_documents(chunks, shape)
     logps, _ = step.score(published, batch, cfg=cfg, mesh=mesh)
     nll -= float(np.asarray(logps, np.float64)[batch.sampled].sum())

@@ -88,3 +88,21 @@ class Checkpointer:
     """Waits for a background save and raises what it failed with."""
     self._manager.wait_until_finished()
     self._manager.close()
+
+
+def read_extra(directory: str | os.PathLike) -> dict[str, Any]:
+  """Host state of the newest finished checkpoint, without the arrays.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  with ocp.CheckpointManager(
+      os.path.abspath(directory), item_names=('state', 'extra')
+  ) as manager:
+    step = manager.latest_step()
+    if step is None:
+      raise ValueError(f'{directory}: no finished checkpoint')
+    found = manager.restore(
+        step, args=ocp.args.Composite(extra=ocp.args.JsonRestore())
+    )
+    return found.extra

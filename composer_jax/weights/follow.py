@@ -106,15 +106,15 @@ class Follower:
   def _advance(self, link: store_lib.Link) -> dict[str, np.ndarray]:
     """Takes the deltas, or a base if that is less to fetch or they fail."""
     target = self._store.manifest(link)
-    deltas = self._from_here(link)
-    if deltas is None:
-      return self._build(self._from_base(target), None)
     try:
+      deltas = self._from_here(link)
+      if deltas is None:
+        return self._build(self._from_base(target), None)
       return self._build(deltas, self._named)
     except store_lib.StoreError:
       rescue = self._from_base(target)
-      if rescue[0][0].version <= self._link.version:
-        raise  # that path holds the same damaged delta
+      if self._link is None or rescue[0][0].version <= self._link.version:
+        raise  # that path holds the same damaged object
       return self._build(rescue, None)
 
   def _from_here(self, link: store_lib.Link) -> _Path | None:

@@ -294,7 +294,10 @@ class Store:
     first = int(run[0]['offset'])
     data = b''
     if read is not None:
-      result = read.result()
+      try:
+        result = read.result()
+      except ValueError as e:  # a range beyond the end of the object
+        raise StoreError(f'{self.url}{key}: truncated; {e}') from e
       if result.state != 'value':
         raise StoreError(f'{self.url}{key}: missing; restore it from a copy')
       data = result.value

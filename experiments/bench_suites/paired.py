@@ -56,12 +56,6 @@ class Result:
     )
 
 
-def _rate(work: float, run: Round) -> float:
-  start = time.perf_counter()
-  run()
-  return work / (time.perf_counter() - start)
-
-
 def measure(
     name: str,
     ours: Round,
@@ -71,6 +65,7 @@ def measure(
     unit: str,
     pairs: int,
     target: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
   """Times `ours` against the fastest of `peers`.
 
@@ -82,19 +77,26 @@ def measure(
     unit: such as 'tokens/s'.
     pairs: rounds that count; one more of each side warms up.
     target: see `Result`.
+    clock: in seconds.
   """
+
+  def rate(run: Round) -> float:
+    start = clock()
+    run()
+    return work / (clock() - start)
+
   ours()
   trials = {}
   for candidate, run in peers.items():
     run()
-    trials[candidate] = _rate(work, run)
+    trials[candidate] = rate(run)
   chosen = max(trials, key=trials.__getitem__, default='')
   rates: dict[bool, list[float]] = {True: [], False: []}
   for i in range(pairs):
     for is_ours in (True, False) if i % 2 == 0 else (False, True):
       if is_ours or chosen:
         run = ours if is_ours else peers[chosen]
-        rates[is_ours].append(_rate(work, run))
+        rates[is_ours].append(rate(run))
   return Result(
       name, unit, tuple(rates[True]), tuple(rates[False]), chosen, target
   )

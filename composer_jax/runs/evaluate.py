@@ -1,0 +1,243 @@
+"""Held-out evaluation: sampled and greedy pass@1, and tasks to look at.
+
+Evaluation tasks come from splits that neither the warm-up nor RL draws from,
+and `disjoint` checks it instance by instance, by hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from composer_jax import config
+from composer_jax import trace
+from composer_jax.agents import tasks as tasks_lib
+from composer_jax.fleet import admission
+from composer_jax.learner import items
+from composer_jax.learner import packing
+from composer_jax.learner import step
+from composer_jax.runs import host as host_lib
+from kernels_triton import contract
+
+SPLITS = {'eval': 'eval', 'heldout': 'heldout_families'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """pass@1 of one split.
+
+  Attributes:
+    sampled: share solved at temperature 1.
+    greedy: share solved at temperature 0.
+    invalid: episodes that could not be judged; they count as unsolved.
+  """
+
+  sampled: float
+  greedy: float
+  invalid: int
+
+
+def tasks_of(cfg: config.Experiment, split: str) -> list[tasks_lib.Task]:
+  """The evaluation tasks of a split; the same for every model and seed."""
+  first = cfg.evaluation.seed
+  return [cfg.tasks.task(first + i, split) for i in range(cfg.evaluation.tasks)]
+
+
+def chance(cfg: config.Experiment) -> float:
+  """Share of the evaluation tasks that one random legal edit repairs."""
+  return float(np.mean([cfg.tasks.chance(t) for t in tasks_of(cfg, 'eval')]))
+
+
+def disjoint(
+    cfg: config.Experiment, seen: dict[str, Sequence[int]]
+) -> dict[str, int]:
+  """Checks that no evaluation task was seen in training.
+
+  Args:
+    cfg: the experiment.
+    seen: split -> indices drawn from it ('warmup', 'train').
+
+  Returns:
+    Number of distinct fingerprints per split.
+
+  Raises:
+    ValueError: an evaluation task is among them.
+  """
+  source = cfg.tasks
+  prints = {
+      split: {source.fingerprint(source.task(i, split)) for i in indices}
+      for split, indices in seen.items()
+  }
+  counts = {split: len(p) for split, p in prints.items()}
+  for split in SPLITS:
+    tasks = tasks_of(cfg, split)
+    evaluated = {source.fingerprint(t) for t in tasks}
+    counts[split] = len(evaluated)
+    for other, known in prints.items():
+      if both := evaluated & known:
+        raise ValueError(
+            f'evaluation split {split!r}: {len(both)} tasks are in {other!r}'
+            ' too; the figures would be worthless'
+        )
+  return counts
+
+
+def _solved(trajectories: Sequence[trace.Trajectory]) -> tuple[float, int]:
+  solved = [t.reward_parts.get('passed', 0.0) for t in trajectories]
+  return float(np.mean(solved)), sum(not t.valid for t in trajectories)
+
+
+def evaluate(
+    cfg: config.Experiment, host: host_lib.RolloutHost, version: int
+) -> dict[str, Score]:
+  """Scores the weights of a version on every split.
+
+  Args:
+    cfg: the experiment.
+    host: with `version` or newer; nobody may publish meanwhile.
+    version: weight step that must be served.
+  """
+  scores = {}
+  for split in SPLITS:
+    tasks = tasks_of(cfg, split)
+    seeds = [
+        admission.rollout_seed(cfg.evaluation.seed, i, 0)
+        for i in range(len(tasks))
+    ]
+    figures = []
+    for temperature in (1.0, 0.0):
+      figures.append(
+          _solved(
+              host.call(
+                  host.rollouts(
+                      tasks,
+                      name=split,
+                      seeds=seeds,
+                      temperature=temperature,
+                      oldest_version=version,
+                  )
+              )
+          )
+      )
+    (sampled, lost), (greedy, more) = figures
+    scores[split] = Score(sampled, greedy, lost + more)
+  return scores
+
+
+def figures(scores: dict[str, Score]) -> dict[str, float]:
+  """Scores as the flat figures of a metrics record."""
+  out = {}
+  for split, name in SPLITS.items():
+    out[f'{name}/pass1_sampled'] = scores[split].sampled
+    out[f'{name}/pass1_greedy'] = scores[split].greedy
+  return out
+
+
+def showcase(
+    cfg: config.Experiment, host: host_lib.RolloutHost, version: int
+) -> list[trace.Trajectory]:
+  """Greedy episodes of the first few held-out tasks."""
+  tasks = tasks_of(cfg, 'eval')[: cfg.evaluation.showcase]
+  return host.call(
+      host.rollouts(
+          tasks,
+          name='showcase',
+          seeds=[0] * len(tasks),
+          temperature=0.0,
+          oldest_version=version,
+      )
+  )
+
+
+def showcase_record(
+    cfg: config.Experiment,
+    renderer: Any,
+    sides: dict[str, list[trace.Trajectory]],
+    weights: dict[str, Any],
+    mesh: jax.sharding.Mesh,
+) -> dict[str, Any]:
+  """The tasks side by side, every token scored by both models.
+
+  Args:
+    cfg: the experiment.
+    renderer: to spell tokens.
+    sides: 'before' and 'after' -> episodes of the same tasks.
+    weights: 'before' and 'after' -> published params.
+    mesh: the trainer's.
+  """
+  tasks = tasks_of(cfg, 'eval')[: cfg.evaluation.showcase]
+  record = []
+  for i, task in enumerate(tasks):
+    entry = {
+        'task_id': task.id,
+        'family': task.meta.get('family', ''),
+        'prompt': renderer.text(renderer.encode_task(task)),
+    }
+    for side, episodes in sides.items():
+      entry[side] = _side(cfg, renderer, episodes[i], weights, mesh)
+    record.append(entry)
+  return {'tasks': record}
+
+
+def _side(cfg, renderer, trajectory, weights, mesh) -> dict[str, Any]:
+  (segment,) = trajectory.segments
+  logps = {
+      name: rescore(cfg, [segment], params, mesh)[0][0]
+      for name, params in weights.items()
+  }
+  tokens = []
+  for t, token in enumerate(segment.tokens.tolist()):
+    drawn = bool(segment.sampled[t])
+    tokens.append({
+        'text': renderer.text([token]),
+        'sampled': drawn,
+        'logp_before': float(logps['before'][t]) if drawn else None,
+        'logp_after': float(logps['after'][t]) if drawn else None,
+        # What computed the token: the routing of the input before it.
+        'experts': segment.routing.experts[t - 1].tolist() if drawn else [],
+    })
+  return {
+      'reward': trajectory.reward,
+      'submission': renderer.text(segment.tokens[segment.sampled].tolist()),
+      'tokens': tokens,
+  }
+
+
+def rescore(
+    cfg: config.Experiment,
+    segments: Sequence[trace.TokenTrace],
+    params: Any,
+    mesh: jax.sharding.Mesh,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """The trainer's own forward on finished windows, routing live.
+
+  Args:
+    cfg: the experiment.
+    segments: windows of at most `rl.tokens_per_row` tokens.
+    params: published weights.
+    mesh: the trainer's.
+
+  Returns:
+    For each window (log-prob of token t at t f32 [T], routing [T L K]).
+  """
+  shape = packing.Shape(
+      cfg.rl.rows_per_step, cfg.rl.tokens_per_row, contract.KEY_BLOCK
+  )
+  packed = [
+      items.Item(i, items.document(s.tokens), 0.0)
+      for i, s in enumerate(segments, 1)
+  ]
+  out: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+  for batch in packing.pack_all(packed, shape, now=0)[0]:
+    logps, routing = jax.device_get(
+        step.score(params, batch, cfg=cfg.model, mesh=mesh)
+    )
+    for number in np.unique(batch.rollouts[batch.rollouts > 0]).tolist():
+      row, start = np.argwhere(batch.rollouts == number)[0]
+      span = slice(start, start + len(segments[number - 1]))
+      out[number] = logps[row, span], routing[row, span]
+  return [out[i] for i in range(1, len(segments) + 1)]

@@ -1,0 +1,162 @@
+"""What a finished run has shown: summary.json, showcase.json, report.html.
+
+Everything is derived from what is on disk (metrics, trajectories, weights), so
+a run that was killed and resumed sums up like one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from composer_jax.dashboard import report
+from composer_jax.runs import audit as audit_lib
+from composer_jax.runs import evaluate
+from composer_jax.runs import feed
+from composer_jax.runs import pipeline
+from composer_jax.weights import follow
+
+Records = dict[str, dict[int, dict[str, Any]]]
+
+
+def read_metrics(path: pathlib.Path) -> Records:
+  """phase -> step -> figures; lines of one phase and step are merged."""
+  out: Records = {}
+  for line in path.read_text().splitlines():
+    record = json.loads(line)
+    steps = out.setdefault(record['phase'], {})
+    steps.setdefault(record['step'], {}).update(record)
+  return out
+
+
+def _series(records: Mapping[int, Mapping[str, Any]], name: str) -> list[float]:
+  values = (records[s].get(name) for s in sorted(records))
+  return [v for v in values if v is not None]
+
+
+def _mean(values: Iterable[float]) -> float:
+  values = list(values)
+  return float(np.mean(values)) if values else 0.0
+
+
+def _edge(records, name: str) -> dict[str, float]:
+  """Mean of the first and of the last tenth (at least 5 steps)."""
+  values = _series(records, name)
+  n = max(5, len(values) // 10)
+  return {'first': _mean(values[:n]), 'last': _mean(values[-n:])}
+
+
+def _ends(records, name: str) -> dict[str, float]:
+  values = _series(records, name)
+  return {'before': values[0], 'after': values[-1]}
+
+
+def _seconds(records: Records) -> dict[str, float]:
+  """Wall time per stage, from the clock of the records."""
+
+  def last(*phases):
+    ends = [
+        r['seconds'] for p in phases for r in records.get(p, {}).values()
+    ]
+    return max(ends, default=0.0)
+
+  evals = sum(_series(records['eval'], 'time/eval'))
+  pretrained = last('midtrain', 'warmup')
+  total = last('rl', 'eval')
+  return {
+      'midtrain': pretrained,
+      'rl': total - pretrained - evals,
+      'eval': evals,
+  }
+
+
+def _weights(rl) -> dict[str, float]:
+  bits = 8 * sum(_series(rl, 'weights/delta_bytes'))
+  changed = sum(_series(rl, 'weights/changed_values'))
+  return {
+      'versions_published': len(_series(rl, 'weights/version')),
+      'mean_changed_fraction': _mean(_series(rl, 'weights/changed_fraction')),
+      'bits_per_changed': bits / changed if changed else 0.0,
+      'mean_ratio': _mean(_series(rl, 'weights/ratio')),
+  }
+
+
+def build(run: pipeline.Run) -> dict[str, Any]:
+  """Audits the run, writes its three files and returns the summary.
+
+  Args:
+    run: with RL complete.
+
+  Raises:
+    ValueError: an evaluation task was seen in training.
+  """
+  records = read_metrics(run.workdir / 'metrics.jsonl')
+  rl, evals = records['rl'], records['eval']
+  audit = audit_lib.run(run.cfg, run.workdir, run.store, run.mesh)
+  seen = pipeline.seen(run)
+  counts = evaluate.disjoint(run.cfg, seen)
+  same = _series(rl, 'mismatch/kl_same_version')
+  trained = _series(rl, 'time/train')
+  summary = {
+      'heldout_pass1_sampled': _ends(evals, 'eval/pass1_sampled'),
+      'heldout_pass1_greedy': _ends(evals, 'eval/pass1_greedy'),
+      'heldout_families': {
+          kind: _ends(evals, f'heldout_families/pass1_{kind}')
+          for kind in ('sampled', 'greedy')
+      },
+      'evaluation': {
+          'tasks': run.cfg.evaluation.tasks,
+          'distinct_instances': counts,
+          'chance': evaluate.chance(run.cfg),
+      },
+      'train_reward': _edge(rl, 'reward/mean'),
+      'heldout_bits_per_byte': {
+          phase: _ends(records[phase], 'bits_per_byte')
+          for phase in ('midtrain', 'warmup')
+      },
+      'mismatch_kl_same_version': max(map(abs, same), default=0.0),
+      'same_version_share': _mean(_series(rl, 'mismatch/same_version_share')),
+      'audit': dataclasses.asdict(audit),
+      'weights': {
+          **_weights(rl),
+          'digest_mismatches': audit.digest_mismatches
+          + int(sum(_series(rl, 'weights/follower_mismatches'))),
+      },
+      'staleness': {
+          'mean': _mean(_series(rl, 'staleness/token_mean')),
+          'max': max(_series(rl, 'staleness/token_max'), default=0),
+      },
+      'lost_rollouts': int(sum(_series(rl, 'lost_rollouts'))),
+      'recompilations': int(sum(_series(rl, 'recompilations'))),
+      'seconds': _seconds(records),
+      'tokens_per_second': {
+          'train': _mean(_series(rl, 'tokens/train_per_second')),
+          'decode': _mean(_series(rl, 'tokens/decode_per_second')),
+      },
+      'rl_seconds': {
+          'train': sum(trained),
+          'wait_batch': sum(_series(rl, 'time/wait_batch')),
+          'wait_weights': sum(_series(rl, 'time/wait_weights')),
+      },
+  }
+  pipeline.write_json(run.workdir / 'summary.json', summary)
+  pipeline.write_json(run.workdir / 'showcase.json', _showcase(run, evals))
+  report.build(run.workdir)
+  return summary
+
+
+def _showcase(run: pipeline.Run, evals) -> dict[str, Any]:
+  follower = follow.Follower(run.store)
+  weights, sides = {}, {}
+  for side, at in (('before', min(evals)), ('after', max(evals))):
+    version = int(evals[at]['eval/version'])
+    weights[side] = feed.decode_params(follower.fetch(version))
+    sides[side] = pipeline.load_showcase(run.workdir, at)
+  return evaluate.showcase_record(
+      run.cfg, run.renderer, sides, weights, run.mesh
+  )

@@ -1,0 +1,69 @@
+"""What the training binaries do before and after their own work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import os
+
+from absl import flags as absl_flags
+from experiments import flags
+
+
+def define(cache: bool = True) -> None:
+  """Defines the flags of a training binary."""
+  flags.define_experiment()
+  flags.define_workdir()
+  flags.define_dry_run()
+  if cache:
+    flags.define_compilation_cache()
+
+
+def main(work: Callable[..., bool]) -> int:
+  """Resolves the config, opens the work directory and runs `work`.
+
+  Args:
+    work: called with a `pipeline.Run`; False if it stopped before its end.
+
+  Returns:
+    Exit code: 0, also after a Ctrl-C that was handled.
+  """
+  cfg = flags.experiment()
+  if absl_flags.FLAGS.dry_run:
+    from composer_jax.runs import plan
+
+    print(plan.text(cfg))
+    return 0
+  workdir = flags.workdir()
+
+  # Not before: --help and a mistyped flag need not wait for jax.
+  from composer_jax.learner import step
+  from composer_jax.runs import manifest
+  from composer_jax.runs import pipeline
+  from experiments import machine
+  from kernels_triton import contract
+
+  devices = machine.setup_devices(cfg, absl_flags.FLAGS.compilation_cache)
+  facts = manifest.build(
+      cfg,
+      devices=[*devices.train, devices.rollout],
+      contract=contract.constants(),
+      xla_flags=os.environ.get('XLA_FLAGS', ''),
+      command=flags.command(),
+  )
+  for change in manifest.begin(workdir, cfg, facts):
+    print(f'since this run began: {change}')
+  with machine.Interrupt() as stop:
+    run = pipeline.open_run(
+        cfg,
+        workdir,
+        mesh=step.make_mesh(cfg.mesh),
+        decoder=devices.rollout,
+        stop=stop,
+    )
+    try:
+      complete = work(run)
+    finally:
+      run.writer.close()
+  if not complete:
+    print(f'stopped; go on with: {flags.command()}')
+  return 0

@@ -1,0 +1,27 @@
+"""Next-token phases only: code, then format-only demonstrations.
+
+  python3 -m experiments.midtrain --workdir=DIR [--set=corpus.path=CODE_DIR]
+
+Trains on the standard library of the running interpreter, or on any directory
+of code; reports bits per byte on held-out files. The same command continues a
+run that was stopped or killed; experiments.rl takes the directory from here.
+"""
+
+from experiments import flags
+from experiments import launch
+
+
+def _work(run) -> bool:
+  from composer_jax.runs import pipeline
+
+  _, complete = pipeline.next_token_phases(run)
+  return complete
+
+
+def main() -> int:
+  return launch.main(_work)
+
+
+if __name__ == '__main__':
+  launch.define()
+  flags.run(main)
