@@ -74,7 +74,7 @@ def _tile(
   Args:
     q: [B M R H], scaled.
     k: [B M S H], S a multiple of KEY_BLOCK.
-    v: [B M S H + ONES], the ones appended.
+    v: [B M S H].
     blocks: i32 [], how many key blocks to visit.
     visible: start of a block -> bool broadcastable to [B M R KEY_BLOCK].
 
@@ -101,10 +101,11 @@ def _tile(
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)
     e = lax.optimization_barrier(e)
-    part = jnp.einsum('bkms,bksd->bkmd', e, _block(v, start, size, 2))
+    values = _with_ones(_block(v, start, size, 2))
+    part = jnp.einsum('bkms,bksd->bkmd', e, values)
     return out + lax.optimization_barrier(part)
 
-  out = jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32)
+  out = jnp.zeros((*q.shape[:3], h + _ONES), jnp.float32)
   out = lax.fori_loop(0, blocks, accumulate, out)
   total = out[..., h : h + 1]
   return out[..., :h] / total, peak, total
@@ -127,7 +128,6 @@ def _forward(q, k, v, segments, positions):
   queries = fold(q.astype(jnp.float32), m)
   k = heads_first(k.astype(jnp.float32))
   v = heads_first(v.astype(jnp.float32))
-  ones = _with_ones(v)
 
   def tile(i):
     start = i * size
@@ -143,7 +143,7 @@ def _forward(q, k, v, segments, positions):
       )
 
     rows = _block(queries, start * g, size * g, 2)
-    return _tile(rows, k, ones, (start + size + keys - 1) // keys, visible)
+    return _tile(rows, k, v, (start + size + keys - 1) // keys, visible)
 
   tiles = lax.map(tile, jnp.arange(t // size, dtype=jnp.int32))
   out, peak, total = (
@@ -261,7 +261,7 @@ def decode_attention(
   out, _, _ = _tile(
       rows,
       k.astype(jnp.float32),
-      _with_ones(v.astype(jnp.float32)),
+      v.astype(jnp.float32),
       blocks,
       visible,
   )

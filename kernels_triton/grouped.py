@@ -182,8 +182,8 @@ def expert_ffn(
   y = _tiles(
       padded.reshape(-1, size, x.shape[-1]),
       _dispatch_gates(gates, plan.slots, plan.sources).reshape(-1, size),
-      w_in.astype(jnp.float32),
-      w_out.astype(jnp.float32),
+      jnp.asarray(w_in, jnp.float32),
+      jnp.asarray(w_out, jnp.float32),
       plan.experts,
       plan.used,
   )

@@ -1,6 +1,7 @@
 """The engine's promises: bits, versions, routing, stops, failures, shapes."""
 
 import asyncio
+import dataclasses
 import hashlib
 import random
 import threading
@@ -48,8 +49,15 @@ def _version(step):
   return trace.WeightVersion(step, f'digest-{step}', None)
 
 
-def _engine(**kwargs):
-  return engine_lib.Engine(_CFG, _ROLLOUT, _version(0), _PARAMS[0], **kwargs)
+def _engine(*, lanes=2, params=_PARAMS[0], refresh=None):
+  return engine_lib.Engine(
+      _CFG,
+      _ROLLOUT,
+      _version(0),
+      params,
+      devices=jax.devices()[:lanes],
+      refresh=refresh,
+  )
 
 
 def _context(tokens, routing=None):
@@ -304,7 +312,7 @@ class EngineTest(parameterized.TestCase):
     for n in (1, 3, 60):
       _run(self.engine, requests[:n])
     self.engine.submit_group(requests[:9])[-1].result(timeout=60)
-    with _engine(device=jax.devices()[0]) as other:
+    with _engine() as other:
       _run(other, requests[:2])
     self.assertEqual(engine_lib.compilations(), before)
 
@@ -332,7 +340,108 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(policy.digests, {0: 'digest-0'})
 
 
+class LanesTest(parameterized.TestCase):
+
+  @parameterized.parameters(1, 2)
+  def test_bits_do_not_depend_on_the_lanes(self, lanes):
+    requests = [_request(i, max_tokens=1 + i % 17) for i in range(30)]
+    with _engine(lanes=1) as engine:
+      want = [_digest(_run(engine, [r])[0]) for r in requests[:4]]
+    with _engine(lanes=lanes) as engine:
+      alone = [_digest(_run(engine, [r])[0]) for r in requests[:4]]
+      together = [
+          _digest(f.result(timeout=60)) for f in engine.submit_group(requests)
+      ]
+    self.assertEqual(want, alone)
+    self.assertEqual(want, together[:4])
+
+  def test_a_group_is_split_only_if_no_lane_has_room(self):
+    with _engine(lanes=2) as engine:  # of 24 slots each
+
+      def prefills(*groups):
+        before = engine.stats().prefill_tokens
+        requests = [
+            _request(i, tokens=[context] * 10)
+            for context, size in enumerate(groups)
+            for i in range(size)
+        ]
+        windows = [
+            _digest(f.result(timeout=60)) for f in engine.submit_group(requests)
+        ]
+        return windows, (engine.stats().prefill_tokens - before) // 10
+
+      whole, count = prefills(24, 24)
+      self.assertEqual(count, 2)
+      split, count = prefills(40)
+      self.assertEqual(count, 2)
+      self.assertEqual(split[:24], whole[:24])
+      self.assertEqual(prefills(20, 20, 8)[1], 4)  # the last one in halves
+
+  def test_all_lanes_take_new_weights_before_the_same_block(self):
+
+    def run(lanes):
+      calls = []
+
+      def refresh():
+        calls.append(None)
+        if len(calls) in (4, 9):
+          step = len(calls) // 4
+          return _version(step), _PARAMS[step]
+        return None
+
+      with _engine(lanes=lanes, refresh=refresh) as engine:
+        requests = [
+            _request(i, tokens=range(9), max_tokens=40) for i in range(40)
+        ]
+        return [f.result(timeout=60) for f in engine.submit_group(requests)]
+
+    windows = run(2)
+    self.assertEqual(set(windows[0].versions), {0, 1, 2})
+    for window in windows:
+      np.testing.assert_array_equal(window.versions, windows[0].versions)
+    self.assertEqual(
+        [_digest(w) for w in windows], [_digest(w) for w in run(1)]
+    )
+
+  def test_no_more_lanes_than_slots(self):
+    rollout = dataclasses.replace(_ROLLOUT, slots=1)
+    with _engine(lanes=1) as engine:
+      want = _digest(_run(engine, [_request(1)])[0])
+    with engine_lib.Engine(
+        _CFG, rollout, _version(0), _PARAMS[0], devices=jax.devices()
+    ) as engine:
+      windows = _run(engine, [_request(1), _request(2), _request(1)])
+    self.assertEqual(
+        [want, want], [_digest(w) for w in (windows[0], windows[2])]
+    )
+
+
 class SwapTest(parameterized.TestCase):
+
+  @parameterized.parameters(1, 2)
+  def test_a_request_is_served_by_weights_that_were_ready_before_it(
+      self, lanes
+  ):
+    calls, late = [], []
+
+    def refresh():
+      calls.append(None)
+      if len(calls) == 1:
+        # Weights get ready just after this look for them, and who waited for
+        # them submits before the engine does anything else.
+        late.append(engine.submit(_request(7)))
+      return (_version(1), _PARAMS[1]) if len(calls) == 2 else None
+
+    with _engine(lanes=lanes, refresh=refresh) as engine:
+      early = engine.submit(_request(3)).result(timeout=60)
+      window = late[0].result(timeout=60)
+    self.assertEqual(set(early.versions), {0, 1})
+    self.assertEqual(set(window.versions), {1})
+    start = window.sampled.argmax()
+    self.assertEqual(
+        _score(_PARAMS[1], window)[start - 1 :].tobytes(),
+        window.logps[start:].tobytes(),
+    )
 
   def test_swaps_under_running_requests(self):
     calls = []
@@ -409,9 +518,7 @@ class SwapTest(parameterized.TestCase):
     def sample():
       return _digest(_run(engine, [_request(1)])[0])
 
-    with engine_lib.Engine(
-        _CFG, _ROLLOUT, _version(0), ours, refresh=refresh
-    ) as engine:
+    with _engine(params=ours, refresh=refresh) as engine:
       first = sample()
       for leaf in jax.tree.leaves(ours):
         leaf[...] = 0
@@ -490,8 +597,9 @@ class FailureTest(parameterized.TestCase):
       gate.wait(60)
 
     with _engine(refresh=refresh) as engine:
-      pending = [engine.submit(_request(i)) for i in range(4)]
+      pending = [engine.submit(_request(0))]
       self.assertTrue(entered.wait(60))
+      pending += [engine.submit(_request(i)) for i in range(1, 4)]
       self.assertTrue(pending[1].cancel())
       gate.set()
       for i in (0, 2, 3):

@@ -329,3 +329,9 @@ def score(
       out_specs=(P('data'), P('data')),
       check_vma=False,
   )(params, batch)
+
+
+def compilations() -> int:
+  """Programs compiled so far for training steps and scores."""
+  jitted = (gradients, apply_gradients, score, _norm, _add, _merge)
+  return sum(f._cache_size() for f in jitted)  # pylint: disable=protected-access

@@ -52,7 +52,7 @@ def _head(params, hidden, cfg):
 def prefill(
     params: params_lib.Params,
     tokens: Int[Array, 'P T'],
-    lengths: Int[Array, 'P'],
+    lengths: Int[Array, ' P'],
     *,
     cfg: config.ModelConfig,
     routing: Array | None = None,
@@ -105,8 +105,8 @@ def insert(
     cache: Cache,
     k: Array,
     v: Array,
-    rows: Int[Array, 'n'],
-    slots: Int[Array, 'n'],
+    rows: Int[Array, ' n'],
+    slots: Int[Array, ' n'],
 ) -> Cache:
   """Copies prefilled rows to slots: one row may fill a whole group's slots.
 
@@ -134,8 +134,8 @@ def insert(
 def step(
     params: params_lib.Params,
     cache: Cache,
-    tokens: Int[Array, 'n'],
-    positions: Int[Array, 'n'],
+    tokens: Int[Array, ' n'],
+    positions: Int[Array, ' n'],
     *,
     cfg: config.ModelConfig,
 ) -> tuple[Array, Cache, Array]:

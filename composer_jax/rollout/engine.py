@@ -1,10 +1,11 @@
 """Continuous-batching decode engine: one thread, fixed slots, fixed shapes.
 
-Between two blocks of decode steps the thread takes new weights if there are
-any, prefills what waits, and answers what has ended. Weights are swapped under
-running requests: their keys and values stay, every later token carries the new
-version, nothing is aborted. There is no cache between requests, so no prefill
-can outlive its weights.
+The slots are shared out among lanes, one per device, which run at the same
+time. Between two blocks of decode steps the thread takes new weights if there
+are any, prefills what waits, and answers what has ended. Weights are swapped
+under running requests, on all lanes at once: their keys and values stay, every
+later token carries the new version, nothing is aborted. There is no cache
+between requests, so no prefill can outlive its weights.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import threading
 import time
 
 import jax
-import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
+from composer_jax.rollout import lane as lane_lib
 from composer_jax.rollout import runner
 from composer_jax.rollout import slots as slots_lib
 
@@ -35,7 +36,7 @@ class Stats:
   """Totals since the engine started."""
 
   decoded_tokens: int = 0
-  prefill_tokens: int = 0  # a shared context counts once
+  prefill_tokens: int = 0  # a shared context counts once per lane
   busy_seconds: float = 0.0  # prefilling or decoding
   swaps: int = 0
   swap_seconds: float = 0.0  # decoding stood still for new weights
@@ -46,7 +47,7 @@ class Engine:
   """Answers requests with whole windows; see the module's docstring.
 
   Same weights, context, seed and temperature give the same tokens, log-probs
-  and routing, whatever else runs and in whatever order it came.
+  and routing, whatever else runs, in whatever order it came, on whichever lane.
 
   Attributes:
     digests: digest of every weight step used so far.
@@ -59,8 +60,8 @@ class Engine:
       version: trace.WeightVersion,
       params: params_lib.Params,
       *,
+      devices: Sequence[jax.Device],
       refresh: Refresh | None = None,
-      device: jax.Device | None = None,
   ) -> None:
     """Starts the engine's thread.
 
@@ -68,19 +69,22 @@ class Engine:
       cfg: the model.
       rollout: sizes.
       version: of `params`.
-      params: arrays of numpy or jax; copied to the device.
+      params: arrays of numpy or jax; copied to every device.
+      devices: of the lanes; at most one per slot is used. A host device is
+        worth about one core.
       refresh: called between blocks; returns newer weights, or None.
-      device: where params and cache live; None takes the first one.
     """
-    self._rollout = rollout
     self._poll = refresh
     self._version = version
     self.digests: dict[int, str] = {version.step: version.digest}
-    self._runner = runner.Runner(cfg, rollout, params, device)
-    self._table = slots_lib.SlotTable(cfg, rollout)
+    self._lanes = []
+    for i, device in enumerate(devices[: rollout.slots]):
+      slots = len(range(i, rollout.slots, len(devices)))
+      share = dataclasses.replace(rollout, slots=slots)
+      self._lanes.append(lane_lib.Lane(cfg, share, params, device))
     self._stats = Stats()
     # Contexts in order of arrival, each with all that wait for it.
-    self._waiting: dict[bytes, list[tuple[Request, futures.Future]]] = {}
+    self._waiting: dict[bytes, lane_lib.Group] = {}
     self._open: set[futures.Future] = set()
     self._stopped: Exception | None = None
     self._changed = threading.Condition()
@@ -104,7 +108,8 @@ class Engine:
 
   def warmup(self) -> None:
     """Compiles every shape; `compilations` does not change afterwards."""
-    self._runner.warmup()
+    for lane in self._lanes:
+      lane.runner.warmup()
 
   def stats(self) -> Stats:
     """A copy of the totals."""
@@ -127,7 +132,7 @@ class Engine:
     Equal contexts also share it when they come one by one and wait together.
     """
     for request in requests:
-      self._table.check(request)
+      self._lanes[0].table.check(request)
     waiting = [(r, futures.Future()) for r in requests]
     with self._changed:
       if self._stopped is not None:
@@ -142,10 +147,12 @@ class Engine:
   def _run(self) -> None:
     try:
       while self._wait():
+        # Before the refresh: what is submitted once new weights are ready must
+        # be served by them, and not by those of a refresh just before.
+        batch = self._take()
         self._refresh()
         start = time.perf_counter()
-        while batch := self._next_batch():
-          self._admit(batch)
+        self._admit(batch)
         self._decode()
         self._stats.busy_seconds += time.perf_counter() - start
     except Exception as error:  # handed to every caller below
@@ -157,7 +164,7 @@ class Engine:
     """Blocks until there is work; False once the engine is closed."""
     with self._changed:
       self._changed.wait_for(
-          lambda: self._stopped or self._waiting or self._table.live.any()
+          lambda: self._stopped or self._waiting or any(map(_busy, self._lanes))
       )
       return self._stopped is None
 
@@ -180,89 +187,59 @@ class Engine:
           f'weights step {version.step}: must be above the current'
           f' {self._version.step}; versions only go forward'
       )
-    self._runner.swap(params)
+    for lane in self._lanes:
+      lane.runner.swap(params)
     self._version = version
     self.digests[version.step] = version.digest
     self._stats.swaps += 1
     self._stats.swap_seconds += time.perf_counter() - start
 
-  def _next_batch(self) -> list[list[tuple[Request, futures.Future]]]:
-    """Takes groups of equal context to prefill together, oldest first.
+  def _take(self) -> list[list[lane_lib.Group]]:
+    """Takes what fits, oldest first; returns each lane's groups.
 
-    All fit the same padded length as the oldest. A group larger than the free
-    slots is split.
+    A group goes whole to the lane with the most free slots, where it shares one
+    prefill, and is split only if it does not fit there.
     """
-    batch, room, length = [], self._table.free, None
+    batch = [[] for _ in self._lanes]
+    room = [lane.table.free for lane in self._lanes]
     with self._changed:
       for key, group in list(self._waiting.items()):
-        if not room or len(batch) == self._rollout.prefill_rows:
-          break
-        padded = self._runner.padded_length(len(group[0][0].context))
-        length = length or padded
-        if padded != length:
-          continue
-        taken, group[:] = group[:room], group[room:]
+        while group and any(room):
+          most = max(room)
+          i = room.index(most)
+          taken, group[:] = group[:most], group[most:]
+          running = [x for x in taken if x[1].set_running_or_notify_cancel()]
+          self._open.difference_update(f for _, f in taken if f.cancelled())
+          if running:
+            batch[i].append(running)
+            room[i] -= len(running)
         if not group:
           del self._waiting[key]
-        running = [x for x in taken if x[1].set_running_or_notify_cancel()]
-        self._open.difference_update(f for _, f in taken if f.cancelled())
-        if running:
-          batch.append(running)
-          room -= len(running)
     return batch
 
   def _admit(self, batch) -> None:
-    """Prefills one row per group and starts every member in its own slot."""
-    table = self._table
-    contexts = [group[0][0].context for group in batch]
-    prefilled = self._runner.prefill(contexts)
-    rows, slots = np.array(
-        [
-            (row, table.admit(request, future, self._version.step))
-            for row, group in enumerate(batch)
-            for request, future in group
-        ],
-        np.int32,
-    ).T
-    chunks = self._runner.start(
-        prefilled,
-        rows,
-        slots,
-        table.seeds[slots],
-        table.length[slots],
-        table.temperatures[slots],
-    )
-    routing, chunks = jax.device_get((prefilled.routing, chunks))
-    for row, slot in zip(rows, slots, strict=True):
-      table.fill_routing(slot, routing[row])
-    self._stats.prefill_tokens += sum(len(c) for c in contexts)
-    tokens, logps = (
-        np.concatenate(x)[: len(slots), None] for x in zip(*chunks, strict=True)
-    )
-    self._append(slots, tokens, logps)
+    step, launched = self._version.step, []
+    for lane, groups in zip(self._lanes, batch, strict=True):
+      launched += lane.admit(groups, step)
+      self._stats.prefill_tokens += sum(len(g[0][0].context) for g in groups)
+    self._collect(launched)
 
   def _decode(self) -> None:
-    table = self._table
-    live = np.flatnonzero(table.live)
-    if not live.size:
-      return
-    at = table.length - 1
-    tokens = table.tokens[np.arange(at.size), at]
-    out = self._runner.decode(
-        live[-1] + 1, tokens, at, table.seeds, table.temperatures
-    )
-    self._append(live, *(np.moveaxis(x, 0, 1)[live] for x in out))
+    step = self._version.step
+    self._collect([lane.decode(step) for lane in self._lanes if _busy(lane)])
 
-  def _append(self, slots, tokens, logps, routing=None) -> None:
-    """Stores sampled tokens and answers the windows that they end."""
-    kept, ended = self._table.append(
-        slots, tokens, logps, self._version.step, routing
-    )
-    self._stats.decoded_tokens += kept
-    for slot in ended:
-      future, window = self._table.release(int(slot))
-      self._open.discard(future)
-      future.set_result(window)
+  def _collect(self, launched: Sequence[lane_lib.Collect]) -> None:
+    """Waits for what all lanes run, and answers the windows it ended."""
+    for collect in launched:
+      kept, answers = collect()
+      self._stats.decoded_tokens += kept
+      for future, window in answers:
+        self._open.discard(future)
+        future.set_result(window)
+
+
+def _busy(lane: lane_lib.Lane) -> bool:
+  return lane.table.live.any()
 
 
 def _context_key(context: trace.TokenTrace) -> bytes:

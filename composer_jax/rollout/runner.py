@@ -74,10 +74,9 @@ class Runner:
       cfg: config.ModelConfig,
       rollout: config.RolloutConfig,
       params: params_lib.Params,
-      device: jax.Device | None = None,
+      device: jax.Device,
   ) -> None:
-    self._cfg, self._rollout = cfg, rollout
-    self._device = device or jax.devices()[0]
+    self._cfg, self._rollout, self._device = cfg, rollout, device
     block = contract.KEY_BLOCK
     self._length = -(-rollout.context_tokens // block) * block
     self._lengths = _geometric(block, self._length, 2)
@@ -189,12 +188,13 @@ class Runner:
       *inputs: tokens, positions, seeds, temperatures of all slots [N].
 
     Returns:
-      (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the host.
+      (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the
+      device, which may read the inputs in place until it is done.
     """
     n = _bucket(self._slot_counts, n)
     inputs = [x[:n] for x in inputs]
     self._cache, out = self._decode(self._cache, inputs)
-    return jax.device_get(out)
+    return out
 
   def _decode(self, cache, inputs):
     steps = self._rollout.steps_per_sync

@@ -38,10 +38,10 @@ def _scores(_, logps, bits, temperatures):
 @typed
 def sample(
     logps: Float32[Array, 'n V'],
-    seeds: UInt32[Array, 'n'],
-    positions: Int32[Array, 'n'],
-    temperatures: Float32[Array, 'n'],
-) -> tuple[Int32[Array, 'n'], Float32[Array, 'n']]:
+    seeds: UInt32[Array, ' n'],
+    positions: Int32[Array, ' n'],
+    temperatures: Float32[Array, ' n'],
+) -> tuple[Int32[Array, ' n'], Float32[Array, ' n']]:
   """Draws one token per row.
 
   Args:

@@ -65,7 +65,7 @@ class RolloutHost:
       url: str,
       renderer: Any,
       *,
-      device: jax.Device | None = None,
+      device: jax.Device,
   ):
     """Describes the host; entering the context starts it.
 
@@ -93,8 +93,8 @@ class RolloutHost:
         self._cfg.rollout,
         version,
         params,
+        devices=[self._device],
         refresh=self.feed.refresh,
-        device=self._device,
     )
     self._policy = engine_lib.EnginePolicy(self.engine)
     self._thread.start()

@@ -8,6 +8,7 @@ phase goes on with the very document that would have come next.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent import futures
 import dataclasses
 import pathlib
 import random
@@ -175,10 +176,16 @@ def run(
     writer.write(phase, 0, {'bits_per_byte': heldout_figure()})
   saved = time.monotonic()
   complete = done >= cfg.steps
-  with progress.Progress(cfg.steps, 'step', label=phase, start=done) as bar:
+  with (
+      progress.Progress(cfg.steps, 'step', label=phase, start=done) as bar,
+      futures.ThreadPoolExecutor(1) as ahead,
+  ):
+    # The next documents are made while the device works on these.
+    coming = ahead.submit(source, cursor)
     while not complete and not stop():
       began = time.monotonic()
-      (documents, masks), cursor = source(cursor)
+      (documents, masks), cursor = coming.result()
+      coming = ahead.submit(source, cursor)
       batch, packed = packing.pack_documents(documents, shape, masks)
       state, figures = step.train_step(
           state,

@@ -9,10 +9,9 @@ step's weights are published, so the same code is fully on-policy.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent import futures
-import itertools
+import contextlib
 import pathlib
 import time
 from typing import Any
@@ -23,150 +22,121 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
-from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ingest
 from composer_jax.fleet import ledger as ledger_lib
-from composer_jax.fleet import queue as queue_lib
 from composer_jax.learner import advantages
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
+from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import host as host_lib
 from composer_jax.runs import progress
+from composer_jax.runs import rollouts as rollouts_lib
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
 from kernels_triton import contract
 
-RUN = 'offline'
 _KEPT_PER_STEP = 16  # trajectories written to disk per step, for people
 
 
-class Rollouts:
-  """Dispatcher, workers and collector on the host's event loop.
+class Outbox:
+  """Sends weights to the publisher and books what each version cost.
+
+  The train step never waits for a publish: `send` hands the arrays over, and
+  `settle`, one step later, finds the future done.
 
   Attributes:
-    gate: admission.
-    queue: tasks and results.
+    digests: version step -> root digest of what is in the store.
   """
 
   def __init__(
       self,
-      cfg: config.Experiment,
-      host: host_lib.RolloutHost,
-      ledger: ledger_lib.Ledger,
+      publisher: publish.Publisher,
       version: trace.WeightVersion,
+      writer: writer_lib.Writer,
   ):
-    self._cfg = cfg
-    self._host = host
-    self._ledger = ledger
-    state = ledger_lib.resume(ledger, admission.Pacing.of(cfg.rl), version)
-    self.gate = gate_lib.Gate(state, routing_required=True)
-    self.queue = queue_lib.InProcessQueue(
-        self.gate, lease_seconds=cfg.rl.lease_seconds, cursor=ledger.cursor
-    )
-    self._blobs = queue_lib.Blobs()
-    self._failed: futures.Future[None] = futures.Future()
-    self._tasks: list[asyncio.Task] = []
-    host.call(self._start(version))
+    self._background = publish.BackgroundPublisher(publisher)
+    self._writer = writer
+    self._pending: tuple[futures.Future[publish.Published], int] | None = None
+    self.digests = {version.step: version.digest}
 
-  async def _start(self, version: trace.WeightVersion) -> None:
-    await self.queue.publish_version(version, '')
-    works = [self._work() for _ in range(self._cfg.rl.workers)]
-    for coroutine in (self._dispatch(), self._collect(), *works):
-      task = asyncio.create_task(coroutine)
-      task.add_done_callback(self._done)
-      self._tasks.append(task)
+  @property
+  def newest(self) -> int:
+    return max(self.digests)
 
-  def _done(self, task: asyncio.Task) -> None:
-    # A coroutine here never returns: its error must reach the trainer.
-    if not task.cancelled() and task.exception() and not self._failed.done():
-      self._failed.set_exception(task.exception())
+  def send(self, step: int, version: int, params: params_lib.Params, then):
+    """Publishes params after RL step `step`; calls then(future) at the end."""
+    future = self._background.submit(version, published_arrays(params))
+    future.add_done_callback(then)
+    self._pending = future, step
 
-  async def _dispatch(self) -> None:
-    rl = self._cfg.rl
-    again = [prompt for prompt, _ in self._ledger.in_flight]
-    fresh = itertools.count(self._ledger.next_prompt)
-    for prompt in itertools.chain(again, fresh):
-      for member in range(rl.rollouts_per_group):
-        seed = admission.rollout_seed(self._cfg.seed, prompt, member)
-        task_id = admission.task_id(RUN, prompt, member)
-        await self.queue.offer(task_id, {'prompt': prompt, 'seed': seed})
-
-  async def _work(self) -> None:
-    while True:
-      lease = await self.queue.lease('rollout', timeout=3600.0)
-      if lease is not None:
-        await self._roll(lease)
-
-  async def _roll(self, lease: queue_lib.Lease) -> None:
-    rl = self._cfg.rl
-    task = self._cfg.tasks.task(lease.spec['prompt'], 'train')
-    try:
-      # The deadline of the lease bounds the work: a hung environment loses
-      # it, and the task is played again.
-      async with asyncio.timeout(rl.lease_seconds):
-        trajectory = await self._host.rollout(
-            task,
-            lease.id,
-            seed=lease.spec['seed'],
-            oldest_version=max(lease.version - rl.max_staleness_versions, 0),
-        )
-    except TimeoutError:
-      await self.queue.release(lease, retry=True)
+  def settle(self) -> None:
+    """Waits until what was sent is in the store; records its cost."""
+    if self._pending is None:
       return
-    if trajectory.stop is trace.StopReason.INFRA_ERROR and lease.attempt < 3:
-      await self.queue.release(lease, retry=True)
-      return
-    ref = await self._blobs.put(lease, trace.to_bytes(trajectory))
-    if await self.queue.complete(lease, ref) == 'duplicate':
-      await self._blobs.delete(ref)
-
-  async def _collect(self) -> None:
-    async for cursor, ref in self.queue.results(self._ledger.cursor):
-      trajectory = None
-      if not ref.lost:
-        trajectory = trace.from_bytes(await self._blobs.get(ref))
-        await self._blobs.delete(ref)
-      prompt, member = admission.parse_task_id(ref.task_id)
-      self.gate.add(
-          cursor,
-          ref.task_id,
-          trajectory,
-          seed=admission.rollout_seed(self._cfg.seed, prompt, member),
-          sha256=ref.sha256,
-      )
-
-  def take(self) -> admission.Batch | None:
-    """The next batch; raises what a coroutine of the rollout side raised."""
-    batch = asyncio.run_coroutine_threadsafe(self.gate.take(), self._host.loop)
-    futures.wait([batch, self._failed], return_when=futures.FIRST_COMPLETED)
-    if self._failed.done():
-      batch.cancel()
-      self._failed.result()
-    return batch.result()
-
-  def published(self, future: futures.Future[publish.Published]) -> None:
-    """Opens the gate for a version that is in the store; any thread.
-
-    A publish that failed opens nothing: the trainer raises its error.
-    """
-    if future.exception() is None:
-      version = future.result().version
-      asyncio.run_coroutine_threadsafe(
-          self.queue.publish_version(version, ''), self._host.loop
-      )
-
-  async def _stop(self) -> None:
-    for task in self._tasks:
-      task.cancel()
-    await asyncio.gather(*self._tasks, return_exceptions=True)
+    (future, step), self._pending = self._pending, None
+    result = future.result()
+    self.digests[result.version.step] = result.version.digest
+    cost = {
+        'version': result.version.step,
+        'delta_bytes': result.bytes,
+        'base_bytes': result.base_bytes,
+        'changed_values': result.changed,
+        'changed_fraction': result.changed_fraction,
+        'bits_per_changed': result.bits_per_changed,
+        'ratio': result.ratio,
+        'publish_seconds': result.seconds,
+    }
+    self._writer.write('rl', step, {f'weights/{k}': v for k, v in cost.items()})
 
   def close(self) -> None:
-    """Stops what runs; its rollouts will be offered again on resume."""
-    self._host.call(self._stop())
+    self._background.close()
+
+
+class Meter:
+  """Time and token counts of one step, from totals of the rollout side."""
+
+  def __init__(self, host: host_lib.RolloutHost):
+    self._host = host
+    self._stats = host.engine.stats()
+    self._environment = host.environment.seconds
+    self._programs = engine_lib.compilations() + step.compilations()
+    self._began = time.perf_counter()
+
+  def read(
+      self, taken: float, trained: float, settled: float, tokens: int
+  ) -> dict[str, float]:
+    """Figures since the last reading; the arguments are moments in between.
+
+    Args:
+      taken: when the batch had arrived.
+      trained: when the optimizer step was over.
+      settled: when the weights before were known to be in the store.
+      tokens: trained on.
+    """
+    now, stats = time.perf_counter(), self._host.engine.stats()
+    environment = self._host.environment.seconds
+    programs = engine_lib.compilations() + step.compilations()
+    busy = stats.busy_seconds - self._stats.busy_seconds
+    decoded = stats.decoded_tokens - self._stats.decoded_tokens
+    figures = {
+        'time/step': now - self._began,
+        'time/wait_batch': taken - self._began,
+        'time/train': trained - taken,
+        'time/wait_weights': settled - trained,
+        'time/rollout': busy,
+        'time/environment': environment - self._environment,
+        'tokens/decode_per_second': decoded / busy if busy else 0.0,
+        'tokens/train_per_second': tokens / (trained - taken),
+        'weights/swap_seconds': stats.swap_seconds - self._stats.swap_seconds,
+        'recompilations': programs - self._programs,
+    }
+    self._stats, self._environment = stats, environment
+    self._began, self._programs = now, programs
+    return figures
 
 
 def published_arrays(params: params_lib.Params) -> dict[str, np.ndarray]:
@@ -273,108 +243,34 @@ def run(
   Returns:
     (state, ledger, whether all steps are done).
   """
-  background = publish.BackgroundPublisher(publisher)
-  rollouts = Rollouts(cfg, host, ledger, version)
-  try:
-    return _loop(
-        cfg,
-        state,
-        host,
-        background,
-        rollouts,
-        version=version,
-        ledger=ledger,
-        saver=saver,
-        tx=tx,
-        mesh=mesh,
-        workdir=workdir,
-        writer=writer,
-        evaluate=evaluate,
-        stop=stop,
-    )
-  finally:
-    rollouts.close()
-    background.close()
-
-
-def _loop(
-    cfg,
-    state,
-    host,
-    background,
-    rollouts,
-    *,
-    version,
-    ledger,
-    saver,
-    tx,
-    mesh,
-    workdir,
-    writer,
-    evaluate,
-    stop,
-):
   rl = cfg.rl
-  shape = packing.Shape(
-      rl.micro_rows or rl.rows_per_step, rl.tokens_per_row, contract.KEY_BLOCK
-  )
-  done = len(ledger.steps)
-  digests = {version.step: version.digest}
-  pending: tuple[futures.Future, int] | None = None
+  rows = rl.micro_rows or rl.rows_per_step
+  shape = packing.Shape(rows, rl.tokens_per_row, contract.KEY_BLOCK)
+  done = saved = len(ledger.steps)
 
-  def save():
-    extra = {'ledger': ledger_lib.to_json(ledger)}
-    saver.save(len(ledger.steps), state, extra)
-
-  def save_batch(batch):
+  def save_batch(batch: batch_lib.Batch) -> str:
     path = workdir / f'offending_batch_step{done:06d}.npz'
-    fields = {k: v for k, v in vars(batch).items() if v is not None}
-    np.savez(path, **fields)
+    np.savez(path, **{k: v for k, v in vars(batch).items() if v is not None})
     return str(path)
 
-  def settle() -> None:
-    """Waits for the last version to be in the store and records its cost."""
-    nonlocal pending
-    if pending is None:
-      return
-    result, at = pending[0].result(), pending[1]
-    pending = None
-    digests[result.version.step] = result.version.digest
-    cost = {
-        'version': result.version.step,
-        'delta_bytes': result.bytes,
-        'base_bytes': result.base_bytes,
-        'changed_values': result.changed,
-        'changed_fraction': result.changed_fraction,
-        'bits_per_changed': result.bits_per_changed,
-        'ratio': result.ratio,
-        'publish_seconds': result.seconds,
-    }
-    writer.write('rl', at, {f'weights/{k}': v for k, v in cost.items()})
-
-  def send() -> None:
-    """Hands the new weights to the publisher; the gate opens when it is done."""
-    nonlocal pending
-    future = background.submit(
-        batch.version + 1, published_arrays(state.params)
-    )
-    future.add_done_callback(rollouts.published)
-    pending = future, done
-
-  if not done:
-    evaluate(0, version.step)
-  complete = done >= rl.steps
-  before = host.engine.stats()
-  environment = host.environment.seconds
-  with progress.Progress(rl.steps, 'step', label='rl', start=done) as bar:
-    while not complete and not stop():
-      began = time.perf_counter()
+  with (
+      contextlib.closing(Outbox(publisher, version, writer)) as outbox,
+      contextlib.closing(
+          rollouts_lib.Rollouts(cfg, host, ledger, version)
+      ) as rollouts,
+      progress.Progress(rl.steps, 'step', label='rl', start=done) as bar,
+  ):
+    if not done:
+      evaluate(0, version.step)
+    meter = Meter(host)
+    while done < rl.steps and not stop():
       batch = rollouts.take()
       taken = time.perf_counter()
       segments, count = _items(cfg, batch)
       figures: dict[str, Any] = _rewards(batch)
+      tokens = 0
       if segments:
-        packed_batches, packed = packing.pack_all(
+        batches, packed = packing.pack_all(
             segments,
             shape,
             now=batch.version,
@@ -383,7 +279,7 @@ def _loop(
         )
         state, trained = step.train_step(
             state,
-            packed_batches,
+            batches,
             float(count * rl.norm_tokens),
             cfg=cfg.model,
             loss=cfg.loss,
@@ -392,33 +288,20 @@ def _loop(
             on_nonfinite=save_batch,
         )
         figures |= trained | _staleness(packed, segments, batch.version)
+        tokens = packed.tokens
       stepped = time.perf_counter()
-      settle()
-      waited = time.perf_counter()
-      ledger = ledger_lib.commit(ledger, batch, digests.get(batch.version, ''))
+      outbox.settle()
+      settled = time.perf_counter()
+      ledger = ledger_lib.commit(
+          ledger, batch, outbox.digests.get(batch.version, '')
+      )
       done = len(ledger.steps)
-      send()
+      outbox.send(done, batch.version + 1, state.params, rollouts.published)
       _keep(batch, workdir / 'trajectories')
-      complete = done >= rl.steps
-      stats = host.engine.stats()
-      seconds = time.perf_counter() - began
-      train_seconds = stepped - taken
-      decoded = stats.decoded_tokens - before.decoded_tokens
-      busy = stats.busy_seconds - before.busy_seconds
-      figures |= {
-          'time/step': seconds,
-          'time/train': train_seconds,
-          'time/wait_batch': taken - began,
-          'time/wait_weights': waited - stepped,
-          'time/rollout': busy,
-          'time/environment': host.environment.seconds - environment,
-          'tokens/decode_per_second': decoded / busy if busy else 0.0,
-          'tokens/train_per_second': (
-              packed.tokens / train_seconds if segments else 0.0
-          ),
-          'weights/swap_seconds': stats.swap_seconds - before.swap_seconds,
-      }
-      before, environment = stats, host.environment.seconds
+      if done == rl.steps or done % rl.checkpoint_every_steps == 0:
+        saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
+        saved = done
+      figures |= meter.read(taken, stepped, settled, tokens)
       writer.write('rl', done, figures)
       bar.update(
           done,
@@ -427,14 +310,11 @@ def _loop(
           mismatch=figures.get('mismatch/kl_same_version', 0.0),
           tokens_per_second=figures['tokens/decode_per_second'],
       )
-      if complete or done % rl.checkpoint_every_steps == 0:
-        settle()
-        save()
-      if complete or done % rl.eval_every_steps == 0:
-        settle()
-        evaluate(done, max(digests))
-  if not complete:
-    settle()
-    if len(ledger.steps) and done % rl.checkpoint_every_steps:
-      save()
-  return state, ledger, complete
+      if done == rl.steps or done % rl.eval_every_steps == 0:
+        outbox.settle()
+        evaluate(done, outbox.newest)
+        meter = Meter(host)
+    outbox.settle()
+    if saved < done:
+      saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
+  return state, ledger, done == rl.steps

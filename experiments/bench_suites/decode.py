@@ -60,7 +60,10 @@ def _compare(
       prefill_rows=min(batch, 16),
   )
   version = trace.WeightVersion(0, '', None)
-  with engine_lib.Engine(cfg, rollout, version, params) as engine:
+  devices = jax.devices()[:2]
+  with engine_lib.Engine(
+      cfg, rollout, version, params, devices=devices
+  ) as engine:
     return paired.measure(
         f'decode batch {batch}',
         functools.partial(_generate, engine, prompts, new_tokens),

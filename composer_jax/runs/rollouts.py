@@ -1,0 +1,159 @@
+"""Rollouts of a run on one machine: who dispatches, who plays, who collects.
+
+Everything here lives on the host's event loop; the trainer's thread calls
+`take`, `published` and `close` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent import futures
+import contextlib
+import itertools
+
+from composer_jax import config
+from composer_jax import trace
+from composer_jax.fleet import admission
+from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import ledger as ledger_lib
+from composer_jax.fleet import queue as queue_lib
+from composer_jax.runs import host as host_lib
+from composer_jax.weights import publish
+
+RUN = 'offline'
+_MAX_ATTEMPTS = 3
+
+
+class Rollouts:
+  """Dispatcher, workers and collector on the host's event loop.
+
+  Attributes:
+    gate: admission.
+    queue: tasks and results.
+  """
+
+  def __init__(
+      self,
+      cfg: config.Experiment,
+      host: host_lib.RolloutHost,
+      ledger: ledger_lib.Ledger,
+      version: trace.WeightVersion,
+  ):
+    self._cfg = cfg
+    self._host = host
+    self._ledger = ledger
+    state = ledger_lib.resume(ledger, admission.Pacing.of(cfg.rl), version)
+    self.gate = gate_lib.Gate(state, routing_required=True)
+    self.queue = queue_lib.InProcessQueue(
+        self.gate,
+        lease_seconds=cfg.rl.lease_seconds,
+        max_attempts=_MAX_ATTEMPTS,
+        cursor=ledger.cursor,
+    )
+    self._blobs = queue_lib.Blobs()
+    self._failed: futures.Future[None] = futures.Future()
+    self._tasks: list[asyncio.Task] = []
+    host.call(self._start(version))
+
+  async def _start(self, version: trace.WeightVersion) -> None:
+    await self.queue.publish_version(version, '')
+    works = [self._work() for _ in range(self._cfg.rl.workers)]
+    for coroutine in (self._dispatch(), self._collect(), *works):
+      task = asyncio.create_task(coroutine)
+      task.add_done_callback(self._done)
+      self._tasks.append(task)
+
+  def _done(self, task: asyncio.Task | futures.Future) -> None:
+    """Hands the error of anything on the loop to the trainer."""
+    if not task.cancelled() and task.exception():
+      self._fail(task.exception())
+
+  def _fail(self, error: BaseException) -> None:
+    with contextlib.suppress(futures.InvalidStateError):  # the first one wins
+      self._failed.set_exception(error)
+
+  async def _dispatch(self) -> None:
+    rl = self._cfg.rl
+    again = [prompt for prompt, _ in self._ledger.in_flight]
+    fresh = itertools.count(self._ledger.next_prompt)
+    for prompt in itertools.chain(again, fresh):
+      for member in range(rl.rollouts_per_group):
+        seed = admission.rollout_seed(self._cfg.seed, prompt, member)
+        task_id = admission.task_id(RUN, prompt, member)
+        await self.queue.offer(task_id, {'prompt': prompt, 'seed': seed})
+
+  async def _work(self) -> None:
+    while True:
+      lease = await self.queue.lease('rollout', timeout=3600.0)
+      if lease is not None:
+        await self._roll(lease)
+
+  async def _roll(self, lease: queue_lib.Lease) -> None:
+    rl = self._cfg.rl
+    task = self._cfg.tasks.task(lease.spec['prompt'], 'train')
+    try:
+      # The deadline of the lease bounds the work: a hung environment loses
+      # it, and the task is played again.
+      async with asyncio.timeout(rl.lease_seconds):
+        trajectory = await self._host.rollout(
+            task,
+            lease.id,
+            seed=lease.spec['seed'],
+            oldest_version=max(lease.version - rl.max_staleness_versions, 0),
+        )
+    except TimeoutError:
+      await self.queue.release(lease, retry=True)
+      return
+    if trajectory.stop is trace.StopReason.INFRA_ERROR and lease.attempt < _MAX_ATTEMPTS:
+      await self.queue.release(lease, retry=True)
+      return
+    ref = await self._blobs.put(lease, trace.to_bytes(trajectory))
+    if await self.queue.complete(lease, ref) == 'duplicate':
+      await self._blobs.delete(ref)
+
+  async def _collect(self) -> None:
+    async for cursor, ref in self.queue.results(self._ledger.cursor):
+      trajectory = None
+      if not ref.lost:
+        trajectory = trace.from_bytes(await self._blobs.get(ref))
+        await self._blobs.delete(ref)
+      prompt, member = admission.parse_task_id(ref.task_id)
+      self.gate.add(
+          cursor,
+          ref.task_id,
+          trajectory,
+          seed=admission.rollout_seed(self._cfg.seed, prompt, member),
+          sha256=ref.sha256,
+      )
+
+  def take(self) -> admission.Batch | None:
+    """The next batch; raises what a coroutine of the rollout side raised."""
+    batch = asyncio.run_coroutine_threadsafe(self.gate.take(), self._host.loop)
+    futures.wait([batch, self._failed], return_when=futures.FIRST_COMPLETED)
+    if self._failed.done():
+      batch.cancel()
+      self._failed.result()
+    return batch.result()
+
+  def published(self, future: futures.Future[publish.Published]) -> None:
+    """Opens the gate for a version that is in the store; any thread.
+
+    A publish that failed opens nothing; `take` raises its error.
+    """
+    if error := future.exception():
+      self._fail(error)
+      return
+    opened = asyncio.run_coroutine_threadsafe(
+        self.queue.publish_version(future.result().version, ''),
+        self._host.loop,
+    )
+    opened.add_done_callback(self._done)
+
+  async def _stop(self) -> None:
+    for task in self._tasks:
+      task.cancel()
+    await asyncio.gather(*self._tasks, return_exceptions=True)
+
+  def close(self) -> None:
+    """Stops what runs; its rollouts will be offered again on resume."""
+    self._host.call(self._stop())
