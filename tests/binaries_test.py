@@ -18,7 +18,7 @@ _SOFT_CLIP = textwrap.dedent('''
     from jax import lax
     import jax.numpy as jnp
     from composer_jax.learner.batch import Mean
-    from experiments.configs import tiny
+    from tests import small_config
 
     @dataclasses.dataclass(frozen=True)
     class SoftClip:
@@ -27,7 +27,7 @@ _SOFT_CLIP = textwrap.dedent('''
         w = jnp.exp(-jnp.square((s.logps - s.behaviour_logps) / self.width))
         return -lax.stop_gradient(w) * s.advantages * s.logps, {'soft_clip/weight': Mean.of(w, s.mask)}
 
-    def experiment(): return dataclasses.replace(tiny.experiment(), loss=SoftClip())
+    def experiment(): return dataclasses.replace(small_config.experiment(), loss=SoftClip())
 ''')
 
 
@@ -125,7 +125,7 @@ class WrongInputTest(parameterized.TestCase):
         env=small_run.environment(),
         check=True,
     )
-    self.assertIn('2 prompts x 8 rollouts = 16 rollouts', done.stdout)
+    self.assertIn('2 prompts x 4 rollouts = 8 rollouts', done.stdout)
     self.assertFalse(workdir.exists())
 
 

@@ -11,7 +11,7 @@ from composer_jax import config_text
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.runs import digest
 from composer_jax.weights import checkpoint
-from experiments import flags
+from tests import small_config
 from tests import small_run
 
 _SYNC = ('rl.max_staleness_versions=0',)
@@ -19,7 +19,7 @@ _ASYNC = ('rl.max_staleness_versions=2', 'rl.steps=8')
 
 
 def _digests(workdir, edits):
-  cfg = config_text.override(flags.load('tiny'), *small_run.SMALL, *edits)
+  cfg = config_text.override(small_config.experiment(), *edits)
   return dict(digest.of_run(cfg, workdir))
 
 

@@ -10,12 +10,10 @@ from composer_jax import trace
 from composer_jax.runs import writer
 import numpy as np
 
-_PROMPT = """def f(a):
- h=[]
- for q in a:
-  if q<3:h+=[q]
- return h
-[4,1,9]=[4,9]"""
+_PROMPT = (
+    '<|bos|><|task|><|0|>def f(a):<|1|> h=[]<|2|> for q in a:'
+    '<|3|>  if q<3:h+=[q]<|4|> return h<|case|>[4,1,9]=[4,9]<|act|>'
+)
 _EDIT = ('<|edit|>', '<|3|>', '<', '<|to|>')
 
 
@@ -48,9 +46,11 @@ def _rl_step(step: int, rng: np.random.Generator) -> dict:
       'loss': rng.normal(0, 0.02),
       'mismatch/kl_same_version': 0.0,
       'mismatch/kl_stale': abs(rng.normal(6e-3, 2e-3)),
-      'mismatch/max_ratio': 1 + abs(rng.normal(0.8, 0.3)),
-      'mask/clipped_up': abs(rng.normal(0.02, 0.005)),
-      'mask/clipped_down': abs(rng.normal(0.01, 0.004)),
+      'mismatch/max_log_ratio': abs(rng.normal(0.8, 0.3)),
+      'mismatch/same_version_share': 0.25,
+      'loss/dropped_positive': abs(rng.normal(0.02, 0.005)),
+      'loss/dropped_negative': abs(rng.normal(0.01, 0.004)),
+      'loss/capped': 0.0,
       'staleness/token_mean': float(ages @ np.arange(4)) / 1_500,
       'staleness/token_p95': 2.0,
       'staleness/token_max': float(np.flatnonzero(ages)[-1]),
@@ -70,8 +70,10 @@ def _rl_step(step: int, rng: np.random.Generator) -> dict:
       'tokens/train_per_second': 12_000 + rng.normal(0, 400),
       'tokens/decode_per_second': 5_200 + rng.normal(0, 300),
       'routing/disagreement': 0.004 + abs(rng.normal(0, 1e-3)),
-      'routing/blank_fraction': 0.01,
+      'routing/blank': 0.01,
+      'rollouts/valid': 192.0,
       'lost_rollouts': 0.0,
+      'recompilations': 0.0,
   }
 
 
@@ -89,17 +91,15 @@ def _rl(out: writer.Writer, steps: int, rng: np.random.Generator) -> None:
               'eval/pass1_greedy': 0.24 + 0.35 * skill,
               'heldout_families/pass1_sampled': 0.03 + 0.03 * skill,
               'heldout_families/pass1_greedy': 0.04 + 0.01 * skill,
+              'time/eval': 2.5,
           },
       )
 
 
 def _side(reward: float, new: list[str], rng: np.random.Generator) -> dict:
-  given = ['<|bos|>', '<|task|>']
-  for i, line in enumerate(_PROMPT.split('\n')):
-    mark = f'<|{i}|>' if i < 5 else '<|case|>'
-    given += [mark, *re.findall(r'\W|\w+', line)]
-  texts = [(c, False) for c in (*given, '<|act|>')]
-  texts += [(c, True) for c in (*_EDIT, *new, '<|done|>', '<|end|>')]
+  answer = (*_EDIT, *new, '<|done|>', '<|end|>')
+  texts = [(c, False) for c in re.findall(r'<\|\w+\|>|\W|\w+', _PROMPT)]
+  texts += [(c, True) for c in answer]
   tokens = []
   for text, sampled in texts:
     before = -abs(rng.normal(1.2, 0.8))
@@ -108,15 +108,16 @@ def _side(reward: float, new: list[str], rng: np.random.Generator) -> dict:
         {
             'text': text,
             'sampled': sampled,
-            'logp_before': before if sampled else 0.0,
-            'logp_after': min(-0.001, before + gain) if sampled else 0.0,
-            'experts': [
-                sorted(rng.choice(8, 2, False).tolist()) for _ in range(3)
-            ],
+            'logp_before': before if sampled else None,
+            'logp_after': min(-0.001, before + gain) if sampled else None,
+            'experts': (
+                [sorted(rng.choice(8, 2, False).tolist()) for _ in range(3)]
+                if sampled
+                else []
+            ),
         }
     )
-  fixed = _PROMPT.replace('<', '>') if reward else _PROMPT
-  return {'reward': reward, 'submission': fixed, 'tokens': tokens}
+  return {'reward': reward, 'submission': ''.join(answer), 'tokens': tokens}
 
 
 def _showcase(rng: np.random.Generator) -> dict:
@@ -140,20 +141,36 @@ def _summary(steps: int) -> dict:
       'heldout_pass1_sampled': {'before': 0.14, 'after': 0.57},
       'heldout_pass1_greedy': {'before': 0.24, 'after': 0.58},
       'heldout_families': {
-          'pass1_sampled': {'before': 0.03, 'after': 0.06},
-          'pass1_greedy': {'before': 0.04, 'after': 0.05},
+          'sampled': {'before': 0.03, 'after': 0.06},
+          'greedy': {'before': 0.04, 'after': 0.05},
       },
+      'evaluation': {
+          'tasks': 256,
+          'chance': 0.2,
+          'chance_heldout_families': 0.15,
+          'distinct_instances': {'warmup': 9_000, 'train': 1_900},
+      },
+      'heldout_bits_per_byte': {'midtrain': {'before': 4.5, 'after': 2.6}},
       'train_reward': {'first': 0.16, 'last': 0.59},
       'mismatch_kl_same_version': 0.0,
-      'audit': {'trajectories': 32, 'tokens': 2_304, 'max_abs_dlogp': 0.0},
+      'audit': {
+          'trajectories': 32,
+          'tokens': 2_304,
+          'versions': 8,
+          'max_abs_dlogp': 0.0,
+          'routing_differences': 0,
+          'digest_mismatches': 0,
+      },
       'weights': {
           'versions_published': steps + 1,
           'digest_mismatches': 0,
           'mean_changed_fraction': 0.57,
           'bits_per_changed': 8.9,
+          'mean_ratio': 3.2,
       },
       'staleness': {'mean': 0.69, 'max': 3},
       'lost_rollouts': 0,
+      'recompilations': 0,
       'seconds': {'midtrain': 142.0, 'rl': 201.0, 'eval': 31.0},
       'tokens_per_second': {'train': 12_040.0, 'decode': 5_210.0},
   }

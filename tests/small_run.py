@@ -1,4 +1,4 @@
-"""A whole run in seconds: the shipped experiment, made very small."""
+"""Runs the binaries on `tests.small_config`, to their end or to a kill."""
 
 import os
 import pathlib
@@ -10,36 +10,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = pathlib.Path(__file__).parent / '.cache'
 
-SMALL = (
-    'model.layers=2',
-    'model.embed=32',
-    'model.q_heads=2',
-    'model.kv_heads=1',
-    'model.head_dim=16',
-    'model.experts=4',
-    'model.moe_ffn=32',
-    'corpus.max_bytes=150000',
-    'midtrain.steps=2',
-    'midtrain.rows_per_step=4',
-    'midtrain.tokens_per_row=128',
-    'warmup.steps=40',
-    'warmup.rows_per_step=24',
-    'warmup.demo_fraction=0.9',
-    'rollout.slots=32',
-    'rollout.prefill_rows=4',
-    'rl.steps=4',
-    'rl.groups_per_step=2',
-    'rl.rollouts_per_group=8',
-    'rl.rows_per_step=8',
-    'rl.workers=32',
-    'rl.checkpoint_every_steps=1',
-    'rl.eval_every_steps=2',
-    'evaluation.tasks=8',
-    'evaluation.showcase=2',
-)
-
-
-def command(binary, workdir, *edits, config='tiny'):
+def command(binary, workdir, *edits, config='tests.small_config'):
   return [
       sys.executable,
       '-m',
@@ -47,7 +18,7 @@ def command(binary, workdir, *edits, config='tiny'):
       f'--workdir={workdir}',
       f'--config={config}',
       f'--compilation_cache={CACHE}',
-      *(f'--set={e}' for e in (*SMALL, *edits)),
+      *(f'--set={e}' for e in edits),
   ]
 
 
@@ -55,14 +26,14 @@ def environment(**extra):
   return {**os.environ, 'PYTHONPATH': str(ROOT), **extra}
 
 
-def run(binary, workdir, *edits, config='tiny', cwd=None):
+def run(binary, workdir, *edits, **kwargs):
   """Runs a binary to its end; returns the finished process."""
   return subprocess.run(
-      command(binary, workdir, *edits, config=config),
+      command(binary, workdir, *edits, **kwargs),
       capture_output=True,
       text=True,
       timeout=600,
-      cwd=cwd or ROOT,
+      cwd=ROOT,
       env=environment(),
       check=False,
   )

@@ -94,7 +94,7 @@ def _pack(packed, shape=_SHAPE, replay=_CFG, now=0):
   return packing.pack_all(packed, shape, now=now, replay=replay)[0]
 
 
-def _gradients(batches, devices=2, loss=None, params=None):
+def _gradients(batches, devices=2, loss=None, params=None, reference=None):
   params = _state().params if params is None else params
   params = jax.device_get(params)
   total, metrics = None, None
@@ -106,6 +106,7 @@ def _gradients(batches, devices=2, loss=None, params=None):
         cfg=_CFG,
         loss=loss or losses.DppoTv(),
         mesh=_mesh(devices),
+        reference=reference,
     )
     total = g if total is None else jax.tree.map(jnp.add, total, g)
     metrics = m if metrics is None else batch_lib.merge(metrics, m)
@@ -160,6 +161,30 @@ class GradientTest(parameterized.TestCase):
     a, _ = _gradients(_pack(_items()), params=nudged)
     b, _ = _gradients(_pack(_items()), params=rounded)
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+class ReferenceTest(absltest.TestCase):
+
+  def test_kl_to_itself_is_nothing_and_to_another_policy_is_not(self):
+    plain, _ = _gradients(_pack(_items()), loss=losses.Composer2())
+    same, _ = _gradients(
+        _pack(_items()),
+        loss=losses.Composer2(kl=0.1),
+        reference=jax.device_get(_state().params),
+    )
+    jax.tree.map(np.testing.assert_array_equal, same, plain)
+    other, metrics = _gradients(
+        _pack(_items()),
+        loss=losses.Composer2(kl=0.1),
+        reference=jax.device_get(_state(seed=1).params),
+    )
+    self.assertNotEqual(float(metrics['loss/k1'].value()), 0.0)
+    self.assertGreater(np.abs(other.embedding - plain.embedding).max(), 0)
+
+  def test_loss_that_needs_a_reference_says_so(self):
+    self.assertTrue(step.needs_reference(losses.Composer2(kl=0.1)))
+    self.assertFalse(step.needs_reference(losses.DppoTv()))
+    step.check_loss(losses.Composer2(kl=0.1))
 
 
 class ReplayTest(parameterized.TestCase):

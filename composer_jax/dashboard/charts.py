@@ -187,15 +187,17 @@ def lines(
     *,
     x_label: str,
     y_label: str,
+    levels: Mapping[str, float] | None = None,
     low: float | None = 0.0,
     high: float | None = None,
 ) -> str | None:
-  """Draws lines over a common x axis.
+  """Draws lines over a common x axis, which begins at 0.
 
   Args:
     series: those without points are left out.
     x_label: with its unit.
     y_label: with its unit.
+    levels: name -> a constant to compare with, drawn dashed.
     low: a value the y axis must reach down to; None: fit the values.
     high: a value the y axis must reach up to; None: fit the values.
 
@@ -211,9 +213,17 @@ def lines(
       for y, e in zip(s.y, s.error or [0.0] * len(s.y), strict=True)
       for side in (-1, 1)
   ]
-  xs = [x for s in series for x in s.x]
+  levels = levels or {}
+  ends += levels.values()
+  xs = [0.0, *(x for s in series for x in s.x)]
   frame = _Frame((min(xs), max(xs)), _limits(ends, low, high), x_label, y_label)
   parts, reading = frame.grid(), []
+  for value in levels.values():
+    y = frame.y(value)
+    parts.append(
+        f'<line class="level" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}"'
+        f' y2="{y}"/>'
+    )
   for s in series:
     drawn = [(frame.x(s.x[i]), frame.y(s.y[i]), i) for i in _thin(s.x, s.y)]
     stroke = f'style="--c:var(--s{s.color})"'
@@ -246,6 +256,7 @@ def lines(
         )
     )
   names = [(s.name, s.color, 'faint' if s.faint else '') for s in series]
+  names += [(f'{name}: {number(v)}', 5, 'level') for name, v in levels.items()]
   return _figure(names, parts, reading, f'{y_label} over {x_label}')
 
 
@@ -277,16 +288,14 @@ def stacked(
     *,
     x_label: str,
     y_label: str,
-    outline: Series | None = None,
 ) -> str | None:
-  """Draws layers on top of each other, and a line over all of them.
+  """Draws layers on top of each other.
 
   Args:
     x: increasing.
     layers: name -> one value per x, bottom layer first.
     x_label: with its unit.
     y_label: with its unit.
-    outline: what the stack is to be compared with, at the same x.
 
   Returns:
     Markup, or None if there is nothing to draw.
@@ -305,17 +314,15 @@ def stacked(
   parts, reading = [], []
   for values in layers.values():
     tops.append([a + b for a, b in zip(tops[-1], mean(values), strict=True)])
-  line = mean(outline.y) if outline else []
-  frame = _Frame((xs[0], xs[-1]), (0.0, max(tops[-1] + line)), x_label, y_label)
+  frame = _Frame(
+      (min(0.0, xs[0]), xs[-1]), (0.0, max(tops[-1])), x_label, y_label
+  )
   for color, (name, values) in enumerate(layers.items()):
-    edge = [
-        (frame.x(a), frame.y(b))
-        for a, b in zip(xs, tops[color + 1], strict=True)
-    ]
-    back = [
-        (frame.x(a), frame.y(b)) for a, b in zip(xs, tops[color], strict=True)
-    ]
-    path = ' '.join(f'{a},{b}' for a, b in edge + back[::-1])
+    below, edge = (
+        [(frame.x(a), frame.y(b)) for a, b in zip(xs, top, strict=True)]
+        for top in tops[color : color + 2]
+    )
+    path = ' '.join(f'{a},{b}' for a, b in edge + below[::-1])
     parts.append(
         f'<polygon class="area" style="--c:var(--s{color})" points="{path}"/>'
     )
@@ -330,23 +337,38 @@ def stacked(
         )
     )
   names = [(name, color, '') for color, name in enumerate(layers)]
-  if outline:
-    points = [(frame.x(a), frame.y(b)) for a, b in zip(xs, line, strict=True)]
-    path = ' '.join(f'{a},{b}' for a, b in points)
-    parts.append(
-        f'<polyline class="line" style="--c:var(--s{outline.color})"'
-        f' points="{path}"/>'
-    )
-    read = zip(points, xs, line, strict=True)
-    reading.append(
-        _reading(
-            outline.name,
-            outline.color,
-            ((*p, f'{x_label} {a:.4g}', number(v)) for p, a, v in read),
-        )
-    )
-    names.append((outline.name, outline.color, ''))
   # The grid lies over the areas, or they would hide it.
   return _figure(
       names, parts + frame.grid(), reading, f'{y_label} over {x_label}'
   )
+
+
+def shares(rows: Mapping[str, Mapping[str, float]]) -> str | None:
+  """Draws one bar per row, each cut into parts that make up 100%.
+
+  Args:
+    rows: title of the row -> name of the part -> seconds; the last part is
+      what is left, and pale.
+
+  Returns:
+    Markup, or None if no row has any time in it.
+  """
+  out = []
+  for title, parts in rows.items():
+    whole = sum(parts.values())
+    if whole <= 0:
+      continue
+    bar, keys, last = '', '', len(parts) - 1
+    for color, (name, value) in enumerate(parts.items()):
+      ink = '--line' if color == last else f'--s{color}'
+      style = f'--c:var({ink});--w:{100 * value / whole:.2f}%'
+      bar += f'<i style="{style}"></i>'
+      keys += (
+          f'<li style="{style}">{html.escape(name)} {number(value)} s'
+          f' <small>{value / whole:.0%}</small></li>'
+      )
+    out.append(
+        f'<dt>{html.escape(title)} <small>{number(whole)} s</small></dt>'
+        f'<dd><div class="bar">{bar}</div><ul class="legend">{keys}</ul></dd>'
+    )
+  return f'<dl class="shares">{"".join(out)}</dl>' if out else None

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 from composer_jax.dashboard import charts
 from composer_jax.dashboard import data
 from composer_jax.dashboard import sections
+from composer_jax.dashboard import showcase
 import jinja2
 
 REPORT = 'report.html'
-# A token's tint is full at this change of its log-probability, in nats.
-_FULL_TINT_NATS = 3.0
-_CHIPS = 16
+_PHASES = {'midtrain': 'mid-training', 'warmup': 'warm start', 'rl': 'RL'}
+# What the resolved config and the manifest say in short; [path] is a value.
+_SETUP = {
+    'Model': (
+        '[model.layers] layers of width [model.embed], [model.experts] experts,'
+        ' top [model.top_k]'
+    ),
+    'Loss': '[loss.type]',
+    'Advantage': '[advantage.type]',
+    'RL optimizer': '[rl_optimizer.type], learning rate [rl_optimizer.learning_rate]',
+    'Tasks': '[tasks.type]',
+    'One RL step': '[rl.groups_per_step] groups of [rl.rollouts_per_group] rollouts',
+    'Staleness bound S': '[rl.max_staleness_versions] versions',
+    'Commit': '[commit]',
+    'Machine': '[machine], [processors] processors',
+    'JAX': '[versions.jax]',
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Headline:
-  """A figure before and after RL; `error` is of the difference."""
+  """A pass@1 before and after RL.
+
+  Attributes:
+    name: of the tasks and how they were answered.
+    before: of the warm-started model.
+    after: of the newest model.
+    tasks: how many were answered, if known.
+    chance: what one random legal edit would score, if known.
+    note: words on how far the run is.
+  """
 
   name: str
   before: float
   after: float
   tasks: int | None
+  chance: float | None = None
   note: str = ''
 
   @property
@@ -37,6 +63,7 @@ class Headline:
 
   @property
   def error(self) -> float | None:
+    """Standard error of the change."""
     errors = [
         sections.standard_error(p, self.tasks)
         for p in (self.before, self.after)
@@ -45,8 +72,14 @@ class Headline:
 
   @property
   def verdict(self) -> str:
-    """'good' or 'bad' if the change is more than noise, else 'note'."""
+    """'good' or 'bad' if the change is more than noise, else 'note'.
+
+    A rise that does not end above chance by more than noise is not good.
+    """
     if abs(self.change) <= 2 * (self.error or 0.0):
+      return 'note'
+    noise = 2 * (sections.standard_error(self.after, self.tasks) or 0.0)
+    if self.change > 0 and self.after - noise <= (self.chance or -1.0):
       return 'note'
     return 'good' if self.change > 0 else 'bad'
 
@@ -61,38 +94,33 @@ class Check:
   note: str
 
 
-def _summary_pairs(
-    summary: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-  """Finds every {before, after} of the summary, with its path."""
-  for key, value in summary.items():
-    if isinstance(value, dict):
-      if {'before', 'after'} <= value.keys():
-        yield (*path, key), value
-      else:
-        yield from _summary_pairs(value, (*path, key))
+def _ends(
+    run: data.Run, prefix: str, kind: str
+) -> tuple[float, float, str] | None:
+  """(before, after, note) from the summary, or else from what was recorded."""
+  if prefix == 'eval':
+    pair = run.summary.get(f'heldout_pass1_{kind}')
+  else:
+    pair = run.summary.get(prefix, {}).get(kind)
+  if pair:
+    return pair['before'], pair['after'], ''
+  x, y = run.series('eval', f'{prefix}/pass1_{kind}')
+  if not x:
+    return None
+  note = f'so far, RL step {x[0]:g} to {x[-1]:g}'
+  return y[0], y[-1], note if len(x) > 1 else 'so far before RL only'
 
 
 def headlines(run: data.Run) -> list[Headline]:
   """Pass@1 before and after RL, from the summary or the evaluations so far."""
-  tasks = sections.evaluation_tasks(run)
-  out = []
-  for path, pair in _summary_pairs(run.summary):
-    name = ' '.join(path)
-    kind = 'greedy' if 'greedy' in name else 'sampled'
-    group = 'Held-out families' if 'famil' in name else 'Held-out tasks'
-    count = pair.get('tasks', tasks)
-    out.append(
-        Headline(f'{group}, {kind}', pair['before'], pair['after'], count)
-    )
-  if out:
-    return out
+  tasks, out = sections.evaluation_tasks(run), []
   for prefix, group in sections.HELDOUT.items():
+    chance = sections.chance(run, prefix)
     for kind in ('sampled', 'greedy'):
-      x, y = run.series('eval', f'{prefix}/pass1_{kind}')
-      if x:
-        note = f'so far, RL step {x[0]:g} to {x[-1]:g}'
-        out.append(Headline(f'{group}, {kind}', y[0], y[-1], tasks, note))
+      if ends := _ends(run, prefix, kind):
+        before, after, note = ends
+        name = f'{group}, {kind}'
+        out.append(Headline(name, before, after, tasks, chance, note))
   return out
 
 
@@ -100,34 +128,72 @@ def checks(run: data.Run) -> list[Check]:
   """The exact claims of the run: zeros that must be zeros."""
   s = run.summary
   audit, weights = s.get('audit', {}), s.get('weights', {})
+  if not audit.get('tokens'):
+    audit = {}  # nothing was compared
 
   def zero(name, value, note):
     ok = None if value is None else value == 0
-    text = 'not known yet' if value is None else repr(value)
+    unknown = 'not recorded' if s else 'not known yet'
+    text = unknown if value is None else repr(value)
     return Check(name, text, ok, note)
 
-  _, same = run.series('rl', 'mismatch/kl_same_version')
-  kl = s.get('mismatch_kl_same_version', max(map(abs, same), default=None))
-  lost = s.get('lost_rollouts', run.last('rl').get('lost_rollouts'))
-  tokens = audit.get('tokens')
-  over = f' over {tokens:,} tokens' if tokens else ''
+  def recorded(field, key, over):
+    """The summary's figure; None if the steps that are known never had it."""
+    _, values = run.series('rl', key)
+    if not values and run.records.get('rl'):
+      return None  # the sum of nothing is zero, but it proves nothing
+    return s.get(field, over(map(abs, values)) if values else None)
+
+  def count(values):
+    return int(sum(values))
+
+  fresh, total = sections.same_version(run)
+  share = (
+      f': {fresh:,} of {total:,} trained tokens ({fresh / total:.0%})'
+      if total
+      else ''
+  )
+  audited = (
+      f': {audit["tokens"]:,} tokens of {audit["trajectories"]:,} rollouts'
+      if audit
+      else ''
+  )
+  versions = weights.get('versions_published')
+  judged = count(run.series('rl', 'rollouts/valid')[1])
   return [
       zero(
           'Mismatch KL, same version',
-          kl,
-          'between trainer and rollout log-probs of the same weights',
+          recorded('mismatch_kl_same_version', 'mismatch/kl_same_version', max),
+          f'trainer against rollout, where the weights are the same{share}',
       ),
       zero(
           'Audit, largest |Δ log-prob|',
           audit.get('max_abs_dlogp'),
-          f'rollouts scored again under rebuilt weights{over}',
+          'rollouts scored again by the trainer under weights rebuilt from the'
+          f' delta store{audited}',
+      ),
+      zero(
+          'Audit, expert choices that differ',
+          audit.get('routing_differences'),
+          'the same rollouts, routed again',
       ),
       zero(
           'Digest mismatches',
           weights.get('digest_mismatches'),
-          'weights that did not arrive as they were sent',
+          'weights that did not arrive as they were sent'
+          + (f', of {versions:,} versions' if versions else ''),
       ),
-      zero('Lost rollouts', lost, 'leased and never accounted for'),
+      zero(
+          'Lost rollouts',
+          recorded('lost_rollouts', 'lost_rollouts', count),
+          'leased and never accounted for, or refused'
+          + (f'; {judged:,} were judged' if judged else ''),
+      ),
+      zero(
+          'Recompilations',
+          recorded('recompilations', 'recompilations', count),
+          'programs compiled after warm-up',
+      ),
   ]
 
 
@@ -141,107 +207,66 @@ def facts(run: data.Run) -> list[tuple[str, str]]:
       out.append((name, form.format(value)))
 
   reward = s.get('train_reward', {})
-  add('Train reward, first step', reward.get('first'), '{:.3f}')
-  add('Train reward, last step', reward.get('last'), '{:.3f}')
+  add('Train reward, first tenth of RL', reward.get('first'), '{:.3f}')
+  add('Train reward, last tenth of RL', reward.get('last'), '{:.3f}')
   weights = s.get('weights', {})
-  add('Weight versions published', weights.get('versions_published'), '{:,}')
   add(
       'Values changed per version',
       weights.get('mean_changed_fraction'),
       '{:.1%}',
   )
   add('Bits per changed value', weights.get('bits_per_changed'), '{:.2f}')
+  add('Delta against all weights', weights.get('mean_ratio'), '{:.1f}x smaller')
   staleness = s.get('staleness', {})
   add('Token staleness, mean', staleness.get('mean'), '{:.2f} versions')
   add('Token staleness, max', staleness.get('max'), '{:g} versions')
   speed = s.get('tokens_per_second', {})
   for role, value in speed.items():
     add(f'Tokens per second, {role}', value, '{:,.0f}')
-  for phase, value in s.get('seconds', {}).items():
-    add(f'Seconds, {phase}', value, '{:,.0f}')
+  seconds = s.get('seconds', {})
+  add('Mid-training and warm start', seconds.get('midtrain'), '{:,.0f} s')
+  add('RL with its start-up', seconds.get('rl'), '{:,.0f} s')
+  add('Evaluations', seconds.get('eval'), '{:,.0f} s')
   return out
 
 
-def _tint(token: Mapping[str, Any]) -> tuple[str, float]:
-  """Class and strength of a token's tint: how RL moved its log-prob."""
-  before, after = token.get('logp_before'), token.get('logp_after')
-  if not token.get('sampled') or before is None or after is None:
-    return 'given', 0.0
-  change = after - before
-  strength = min(1.0, abs(change) / _FULL_TINT_NATS)
-  return ('up' if change >= 0 else 'down'), round(0.75 * strength, 3)
-
-
-def _expert_use(tokens: list[Mapping[str, Any]]) -> list[list[dict]]:
-  """Per layer: the experts the sampled tokens used most, in order of id."""
-  layers: list[dict[int, int]] = []
-  for token in tokens:
-    for layer, ids in enumerate(token.get('experts') or ()):
-      if layer == len(layers):
-        layers.append({})
-      for expert in ids if token.get('sampled') else ():
-        layers[layer][expert] = layers[layer].get(expert, 0) + 1
-  out = []
-  for counts in layers:
-    total = sum(counts.values()) or 1
-    most = sorted(counts, key=lambda e: (-counts[e], e))[:_CHIPS]
-    peak = max(counts.values(), default=1)
-    out.append(
-        [
-            {
-                'id': e,
-                'percent': round(100 * counts[e] / total),
-                'strength': round(0.1 + 0.8 * counts[e] / peak, 2),
-            }
-            for e in sorted(most)
-        ]
-    )
-  return out
-
-
-def _side(side: Mapping[str, Any]) -> dict[str, Any]:
-  """One answer: its tokens ready to be drawn."""
-  tokens = []
-  for token in side.get('tokens', ()):
-    kind, strength = _tint(token)
-    text = token['text']
-    if kind != 'given' and '\n' in text and not text.strip():
-      kind += ' nl'  # a tint alone would not be seen
-    if text.startswith('<|') and text.endswith('|>'):
-      # Given structure starts a line: that is how a person reads a prompt.
-      kind += ' special start' if kind == 'given' and tokens else ' special'
-    tokens.append(
-        {
-            'text': text,
-            'kind': kind,
-            'strength': strength,
-            'before': token.get('logp_before'),
-            'after': token.get('logp_after'),
-            'experts': json.dumps(token.get('experts') or []),
-        }
-    )
-  return {
-      'reward': side.get('reward'),
-      'submission': side.get('submission'),
-      'tokens': tokens,
-      'experts': _expert_use(side.get('tokens', ())),
-  }
-
-
-def _showcase(run: data.Run) -> list[dict[str, Any]]:
-  return [
-      {
-          'task_id': task['task_id'],
-          'family': task.get('family', ''),
-          'prompt': task['prompt'],
-          'sides': [
-              (name, _side(task[key]))
-              for name, key in (('Before RL', 'before'), ('After RL', 'after'))
-              if task.get(key)
-          ],
-      }
-      for task in run.showcase.get('tasks', ())
+def notes(run: data.Run) -> list[str]:
+  """What a reader of the headlines has to know."""
+  out = [
+      'Before: the warm-started model just before RL. ± is one standard error'
+      ' of the difference, as if the two evaluations were independent; less'
+      ' than two of them, or an end that is not clearly above chance, is left'
+      ' gray.'
   ]
+  if any(h.chance and h.before < h.chance for h in headlines(run)):
+    out.append(
+        'Chance: one random legal edit. The warm start begins below it on'
+        ' purpose: its demonstrations show how to edit and never a right'
+        ' edit.'
+    )
+  counts = run.summary.get('evaluation', {}).get('distinct_instances', {})
+  if {'warmup', 'train'} <= counts.keys():
+    out.append(
+        'No task of an evaluation is among the'
+        f' {counts["warmup"]:,} distinct tasks of the warm start or the'
+        f' {counts["train"]:,} of RL (compared by hash of their content).'
+    )
+  return out
+
+
+def setup(run: data.Run) -> list[tuple[str, str]]:
+  """The choices that make the run what it is, those that are known."""
+  known = {**dict(flatten(run.manifest)), **dict(flatten(run.config))}
+
+  def value(match):
+    text = known[match[1]].rpartition(':')[2]  # of a type, the class alone
+    return re.sub(r'(?<=^[0-9a-f]{10})[0-9a-f]{30}', '', text)  # of a commit
+
+  out = []
+  for name, text in _SETUP.items():
+    if all(path in known for path in re.findall(r'\[(.+?)\]', text)):
+      out.append((name, re.sub(r'\[(.+?)\]', value, text)))
+  return out
 
 
 def flatten(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
@@ -259,7 +284,7 @@ def flatten(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
 def state(run: data.Run) -> str:
   """One line: how far the run is."""
   done = [
-      f'{phase} step {records[-1]["step"]:,}'
+      f'{records[-1]["step"]:,} steps of {_PHASES.get(phase, phase)}'
       for phase, records in run.records.items()
       if records and phase != 'eval'
   ]
@@ -287,12 +312,14 @@ def render(run: data.Run) -> str:
       state=state(run),
       missing=run.missing,
       headlines=headlines(run),
+      notes=notes(run),
       checks=checks(run),
       facts=facts(run),
       sections=sections.build(run),
-      showcase=_showcase(run),
-      full_tint=_FULL_TINT_NATS,
+      showcase=showcase.build(run),
+      full_tint=showcase.FULL_TINT_NATS,
       command=run.manifest.get('command'),
+      setup=setup(run),
       manifest=list(flatten(run.manifest)) if run.manifest else [],
       config=list(flatten(run.config)) if run.config else [],
   )

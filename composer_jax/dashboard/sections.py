@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-import dataclasses
 import math
 
+from composer_jax.dashboard import cards
 from composer_jax.dashboard import charts
 from composer_jax.dashboard import data
+from composer_jax.dashboard import timing
 
 HELDOUT = {
     'eval': 'Held-out tasks',
     'heldout_families': 'Held-out families',
 }
-_STEP = 'RL step'
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-  """One chart with its words.
-
-  Attributes:
-    title: what is drawn.
-    note: how to read it.
-    chart: markup; None if the run has no such figures yet.
-    alarm: the note says that something is wrong.
-  """
-
-  title: str
-  note: str
-  chart: str | None
-  alarm: bool = False
+_CHANCE = {'eval': 'chance', 'heldout_families': 'chance_heldout_families'}
 
 
 def standard_error(p: float, tasks: int | None) -> float | None:
@@ -43,18 +26,24 @@ def evaluation_tasks(run: data.Run) -> int | None:
   return run.config.get('evaluation', {}).get('tasks')
 
 
-def _draw(run: data.Run, names: Mapping[str, str], y_label: str, **limits):
-  """Draws figures of the RL phase, key -> name, in the order of colors."""
-  series = [
-      charts.Series(name, *run.series('rl', key), color=color)
-      for color, (key, name) in enumerate(names.items())
-  ]
-  return charts.lines(series, x_label=_STEP, y_label=y_label, **limits)
+def chance(run: data.Run, prefix: str) -> float | None:
+  """Share of a `HELDOUT` split's tasks that one random legal edit solves."""
+  return run.summary.get('evaluation', {}).get(_CHANCE[prefix])
 
 
-def _reward(run: data.Run) -> Card:
+def same_version(run: data.Run) -> tuple[int, int]:
+  """Trained tokens: those of the trainer's own version, and all of them."""
+  same = total = 0.0
+  for record in run.records.get('rl', ()):
+    tokens = sum(record.get('staleness/histogram') or ())
+    same += tokens * (record.get('mismatch/same_version_share') or 0.0)
+    total += tokens
+  return round(same), round(total)
+
+
+def _reward(run: data.Run) -> cards.Card:
   x, y = run.series('rl', 'reward/mean')
-  window = max(1, min(20, len(y) // 5))
+  window = max(1, min(20, len(y) // 10))
   best = run.series('rl', 'reward/best_of_group')
 
   def smooth(values):
@@ -66,32 +55,38 @@ def _reward(run: data.Run) -> Card:
           charts.Series(f'mean of {window} steps', x, smooth(y), color=0),
           charts.Series('best of group', best[0], smooth(best[1]), color=2),
       ],
-      x_label=_STEP,
+      x_label=cards.STEP,
       y_label='reward',
   )
   note = (
-      'Mean reward of all rollouts of a step, and of the best rollout of each'
-      f' group (also mean of {window} steps).'
+      'Mean reward of all rollouts of a step, trained or not, and of the best'
+      f' rollout of each group (also mean of {window} steps).'
   )
-  return Card('Train reward and best of group', note, chart)
+  return cards.Card('Train reward and best of group', note, chart)
 
 
-def _heldout(run: data.Run, prefix: str, note: str) -> Card:
+def _heldout(run: data.Run, prefix: str, note: str) -> cards.Card:
   tasks = evaluation_tasks(run)
   series = []
   for color, kind in enumerate(('sampled', 'greedy')):
     x, y = run.series('eval', f'{prefix}/pass1_{kind}')
     error = [standard_error(p, tasks) for p in y] if tasks else None
     series.append(charts.Series(kind, x, y, error, color))
+  level = chance(run, prefix)
   chart = charts.lines(
-      series, x_label=_STEP, y_label='pass@1, share of tasks', high=1.0
+      series,
+      x_label=cards.STEP,
+      y_label='pass@1, share of tasks',
+      levels={} if level is None else {'a random legal edit': level},
+      high=1.0,
   )
   if tasks:
     note += f' Whiskers: ± 1 standard error, {tasks} tasks.'
-  return Card(f'{HELDOUT[prefix]}, pass@1', note, chart)
+  return cards.Card(f'{HELDOUT[prefix]}, pass@1', note, chart)
 
 
-def _learning(run: data.Run) -> list[Card]:
+def _learning(run: data.Run) -> list[cards.Card]:
+  clip = run.config.get('rl_optimizer', {}).get('clip_norm')
   return [
       _reward(run),
       _heldout(run, 'eval', 'Tasks that are in neither warm start nor RL.'),
@@ -101,30 +96,31 @@ def _learning(run: data.Run) -> list[Card]:
           'Function families seen in neither warm start nor RL; shown'
           ' whatever they say.',
       ),
-      Card(
+      cards.Card(
           'Entropy',
           'Of the distribution that every trained token was drawn from.',
-          _draw(run, {'entropy': 'entropy'}, 'nats per token'),
+          cards.draw(run, {'entropy': 'entropy'}, 'nats per token'),
       ),
-      Card(
+      cards.Card(
           'Groups without a signal',
-          'All rollouts of such a group earned the same; it teaches nothing.',
-          _draw(
+          'All rollouts of such a group earned the same: it teaches nothing,'
+          ' and another group is played in its place.',
+          cards.draw(
               run,
               {'group/zero_variance_fraction': 'zero variance'},
               'share of groups',
               high=1.0,
           ),
       ),
-      Card(
+      cards.Card(
           'Gradient norm',
-          'Before clipping.',
-          _draw(run, {'grad_norm': 'gradient norm'}, 'norm'),
+          f'Before clipping at {clip:g}.' if clip else 'Before clipping.',
+          cards.draw(run, {'grad_norm': 'gradient norm'}, 'norm'),
       ),
   ]
 
 
-def _histogram(run: data.Run) -> Card:
+def _histogram(run: data.Run) -> cards.Card:
   totals: list[float] = []
   for record in run.records.get('rl', ()):
     counts = record.get('staleness/histogram') or []
@@ -139,12 +135,29 @@ def _histogram(run: data.Run) -> Card:
       name='tokens',
   )
   note = f'All {whole:,.0f} trained tokens of the run.' if totals else ''
-  return Card('Version lag of trained tokens', note, chart)
+  return cards.Card('Version lag of trained tokens', note, chart)
 
 
-def _mismatch(run: data.Run) -> Card:
+def _staleness(run: data.Run) -> cards.Card:
+  bound = run.config.get('rl', {}).get('max_staleness_versions')
+  note = 'Trainer version minus the version that sampled a trained token.'
+  if bound is not None:
+    note += (
+        f' S = {bound} bounds how far ahead rollouts are admitted, not the age'
+        ' of a token: the weights that a rollout begins with may be older than'
+        ' the newest published.'
+    )
+  names = {
+      'staleness/token_mean': 'token mean',
+      'staleness/token_max': 'token max',
+      'staleness/submit_lag_mean': 'rollout lag at hand-in, mean',
+  }
+  return cards.Card('Staleness', note, cards.draw(run, names, 'versions'))
+
+
+def _mismatch(run: data.Run) -> cards.Card:
   x, same = run.series('rl', 'mismatch/kl_same_version')
-  chart = _draw(
+  chart = cards.draw(
       run,
       {
           'mismatch/kl_stale': 'stale tokens: policy drift',
@@ -154,60 +167,58 @@ def _mismatch(run: data.Run) -> Card:
   )
   worst = max(same, key=abs, default=None)
   if worst is None:
-    return Card('Mismatch KL', '', chart)
+    return cards.Card('Mismatch KL', '', chart)
   if worst == 0:
     note = (
-        f'Same version is exactly 0.0 in all {len(same)} steps: trainer and'
-        ' rollout compute the same bits.'
+        'Same version is exactly 0.0 in every step: trainer and rollout'
+        ' compute the same bits.'
     )
-    return Card('Mismatch KL', note, chart)
+    fresh, total = same_version(run)
+    if total:
+      note += (
+          f' It covers {fresh:,} of {total:,} trained tokens'
+          f' ({fresh / total:.0%}); the others saw older weights.'
+      )
+    return cards.Card('Mismatch KL', note, chart)
   step = x[same.index(worst)]
   note = (
       f'Same version is NOT zero: {worst:.3g} nats at RL step {step:g}.'
       ' Trainer and rollout do not compute the same bits.'
   )
-  return Card('Mismatch KL', note, chart, alarm=True)
+  return cards.Card('Mismatch KL', note, chart, alarm=True)
 
 
-def _asynchrony(run: data.Run) -> list[Card]:
-  masks = {k: k.removeprefix('mask/') for k in run.keys('rl', 'mask/')}
+def _asynchrony(run: data.Run) -> list[cards.Card]:
+  kept_out = run.keys('rl', 'loss/dropped') + run.keys('rl', 'loss/capped')
+  names = {k: k.removeprefix('loss/').replace('_', ' ') for k in kept_out}
   return [
-      Card(
-          'Staleness',
-          'Trainer version minus the version that made a token; lag: minus'
-          ' the version a rollout began with, when it was handed in.',
-          _draw(
-              run,
-              {
-                  'staleness/token_mean': 'mean',
-                  'staleness/token_p95': '95th percentile',
-                  'staleness/token_max': 'max',
-                  'staleness/submit_lag_mean': 'rollout lag, mean',
-              },
-              'versions',
-          ),
-      ),
+      _staleness(run),
       _histogram(run),
       _mismatch(run),
-      Card(
-          'Largest probability ratio',
-          'Trainer over behavior policy, over all trained tokens of a step.',
-          _draw(run, {'mismatch/max_ratio': 'max ratio'}, 'ratio'),
+      cards.Card(
+          'Largest log-prob ratio',
+          'Trainer over behavior policy, the farthest of all trained tokens of'
+          ' a step, up or down.',
+          cards.draw(
+              run, {'mismatch/max_log_ratio': 'largest'}, '|log ratio|, nats'
+          ),
       ),
-      Card(
-          'Tokens left out of the loss',
-          'By reason.',
-          _draw(run, masks, 'share of tokens'),
+      cards.Card(
+          'Tokens at the edge of the trust region',
+          'Dropped: no policy gradient, as a share of the tokens with an'
+          ' advantage of that sign. Capped: the ratio is cut.',
+          cards.draw(run, names, 'share of tokens'),
       ),
-      Card(
+      cards.Card(
           'Routing',
           'Disagreement: how often the trainer would choose other experts'
-          ' than the rollout did. Blank: tokens without a recorded choice.',
-          _draw(
+          ' than the rollout did. Blank: tokens without a recorded choice, such'
+          ' as the last of a rollout.',
+          cards.draw(
               run,
               {
                   'routing/disagreement': 'disagreement',
-                  'routing/blank_fraction': 'blank',
+                  'routing/blank': 'blank',
               },
               'share of choices',
           ),
@@ -215,78 +226,36 @@ def _asynchrony(run: data.Run) -> list[Card]:
   ]
 
 
-def _weights(run: data.Run) -> list[Card]:
+def _weights(run: data.Run) -> list[cards.Card]:
   x, size = run.series('rl', 'weights/delta_bytes')
   delta = charts.Series('delta', x, [b / 1e3 for b in size])
+  _, ratio = run.series('rl', 'weights/ratio')
+  full = {'all weights': size[-1] / 1e3 * ratio[-1]} if ratio else {}
   x, changed = run.series('rl', 'weights/changed_fraction')
   share = charts.Series('changed', x, [100 * c for c in changed])
   return [
-      Card(
+      cards.Card(
           'Delta size',
-          'What one published version costs to send.',
-          charts.lines([delta], x_label=_STEP, y_label='kB per version'),
-      ),
-      Card(
-          'Bits per changed value',
-          'Index and new value together; a plain int32 + bf16 pair is 48.',
-          _draw(run, {'weights/bits_per_changed': 'bits'}, 'bits'),
-      ),
-      Card(
-          'Changed values',
-          'bf16 values that differ from the version before. It falls with the'
-          ' learning rate.',
-          charts.lines([share], x_label=_STEP, y_label='% of values'),
-      ),
-  ]
-
-
-def _time(run: data.Run) -> list[Card]:
-  keys = {
-      'time/rollout': 'rollout',
-      'time/environment': 'environment',
-      'time/train': 'train',
-      'time/wait_batch': 'wait for batch',
-      'time/wait_weights': 'wait for weights',
-  }
-  records = [r for r in run.records.get('rl', ()) if 'time/step' in r]
-  steps = [r['step'] for r in records]
-  layers = {
-      name: [r.get(key) or 0.0 for r in records]
-      for key, name in keys.items()
-      if any(key in r for r in records)
-  }
-  wall = charts.Series(
-      'whole step', steps, [r['time/step'] or 0.0 for r in records], color=5
-  )
-  split = charts.stacked(
-      steps,
-      layers,
-      x_label=_STEP,
-      y_label='seconds per step',
-      outline=wall,
-  )
-  return [
-      Card(
-          'Where the time goes',
-          'The stack rises above the line by what ran at the same time.',
-          split,
-      ),
-      Card(
-          'Speed',
-          'Tokens of whole rows, padding apart.',
-          _draw(
-              run,
-              {
-                  'tokens/train_per_second': 'train',
-                  'tokens/decode_per_second': 'decode',
-              },
-              'tokens per second',
+          'What one published version costs to send, and what all weights in'
+          ' bf16 would.',
+          charts.lines(
+              [delta], x_label=cards.STEP, y_label='kB per version', levels=full
           ),
       ),
+      cards.Card(
+          'Bits per changed value',
+          'Index and new value together; a plain int32 + bf16 pair is 48.',
+          cards.draw(run, {'weights/bits_per_changed': 'bits'}, 'bits'),
+      ),
+      cards.Card(
+          'Changed values',
+          'bf16 values that differ from the version before.',
+          charts.lines([share], x_label=cards.STEP, y_label='% of values'),
+      ),
   ]
 
 
-def _pretraining(run: data.Run) -> list[Card]:
+def _pretraining(run: data.Run) -> list[cards.Card]:
   def draw(key, label, low):
     series = [
         charts.Series(name, *run.series(phase, key), color=color)
@@ -297,26 +266,29 @@ def _pretraining(run: data.Run) -> list[Card]:
     return charts.lines(series, x_label='step', y_label=label, low=low)
 
   return [
-      Card(
+      cards.Card(
           'Held-out bits per byte',
-          'On files that training never sees. Lower is better.',
+          'On files that training never sees; lower is better. The two phases'
+          ' may read windows of different length, hence the step between them.',
           draw('bits_per_byte', 'bits per byte', None),
       ),
-      Card(
+      cards.Card(
           'Training loss',
           'Next-token cross-entropy.',
           draw('loss', 'nats per token', None),
       ),
-      Card('Training speed', '', draw('tokens_per_second', 'tokens/s', 0.0)),
+      cards.Card(
+          'Training speed', '', draw('tokens_per_second', 'tokens/s', 0.0)
+      ),
   ]
 
 
-def build(run: data.Run) -> list[tuple[str, list[Card]]]:
+def build(run: data.Run) -> list[tuple[str, list[cards.Card]]]:
   """All sections of the page, in reading order."""
   return [
       ('Learning', _learning(run)),
       ('Asynchrony and numerics', _asynchrony(run)),
       ('Weights on the wire', _weights(run)),
-      ('Time', _time(run)),
+      ('Time', timing.section(run)),
       ('Mid-training and warm start', _pretraining(run)),
   ]

@@ -170,6 +170,11 @@ class Composer2:
 
   kl: float = 0.0
 
+  @property
+  def needs_reference(self) -> bool:
+    """Asks the step for the log-probs of the policy that RL started from."""
+    return bool(self.kl)
+
   def __call__(
       self, stats: batch.TokenStats
   ) -> tuple[jax.Array, batch.Metrics]:

@@ -49,10 +49,21 @@ def init_state(
     seed: int,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """f32 masters and optimizer state, replicated over the mesh."""
-  params = params_lib.init(cfg, jax.random.key(seed))
+  """Initial f32 masters with a fresh optimizer; see `restart`."""
+  return restart(params_lib.init(cfg, jax.random.key(seed)), tx, mesh)
+
+
+def restart(
+    params: params_lib.Params,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """Step 0 with a fresh optimizer, every leaf replicated over the mesh.
+
+  Every leaf: a counter left on one device would be restored onto one device.
+  """
   state = batch_lib.TrainState(
-      jnp.zeros((), jnp.int32), params, tx.init(params)
+      jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params)
   )
   return jax.device_put(state, NamedSharding(mesh, P()))
 
@@ -78,7 +89,7 @@ def _target_stats(params, batch: Batch, cfg):
   return logps, entropy, out
 
 
-def _masked(batch: Batch, logps, entropy) -> TokenStats:
+def _masked(batch: Batch, logps, entropy, ref_logps) -> TokenStats:
   """What the loss sees; entries that are not trained are exactly zero."""
   mask = batch.sampled & (batch.segments > 0) & (batch.positions > 0)
   keep = lambda x: jnp.where(mask, x, 0.0)
@@ -90,6 +101,7 @@ def _masked(batch: Batch, logps, entropy) -> TokenStats:
       mask=mask.astype(jnp.float32),
       staleness=batch.staleness,
       segments=batch.rollouts,
+      ref_logps=None if ref_logps is None else keep(ref_logps),
   )
 
 
@@ -133,6 +145,32 @@ def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
   return per_token, metrics
 
 
+def needs_reference(loss: batch_lib.Loss) -> bool:
+  """True for a loss that declares that it reads `TokenStats.ref_logps`."""
+  return getattr(loss, 'needs_reference', False)
+
+
+def check_loss(loss: batch_lib.Loss) -> None:
+  """Traces a loss on shapes alone, so that a mistake shows before a run does.
+
+  Raises:
+    ValueError: it returns something else than one value per token.
+  """
+  real = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+  whole = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+  stats = TokenStats(
+      logps=real,
+      behaviour_logps=real,
+      advantages=real,
+      entropy=real,
+      mask=real,
+      staleness=whole,
+      segments=whole,
+      ref_logps=real if needs_reference(loss) else None,
+  )
+  jax.eval_shape(functools.partial(_loss_of, loss), stats)
+
+
 @functools.partial(
     jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance')
 )
@@ -145,6 +183,7 @@ def gradients(
     loss: batch_lib.Loss,
     mesh: jax.sharding.Mesh,
     balance: float = 0.0,
+    reference: params_lib.Params | None = None,
 ) -> tuple[params_lib.Params, batch_lib.Metrics]:
   """Gradient of sum(mask * per_token) / denominator over one micro-batch.
 
@@ -161,6 +200,7 @@ def gradients(
     mesh: axis 'data' splits B.
     balance: weight of the router balance term (Fedus et al., arXiv
       2101.03961), per micro-batch; 0 in RL.
+    reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
     (gradients f32, metrics).
@@ -169,7 +209,7 @@ def gradients(
     ValueError: the loss returns a wrong shape (at trace time).
   """
 
-  def local(params, batch, denominator):
+  def local(params, batch, denominator, reference):
     def forward(params):
       logps, entropy, out = _target_stats(params, batch, cfg)
       return (logps, out.router_stats.balance), (entropy, out.router_stats)
@@ -181,9 +221,12 @@ def gradients(
     # The loss needs no routes, and they are the largest part of a batch.
     whole = jax.tree.map(gather, batch.replace(routing=None))
     entropy = gather(entropy)
+    ref_logps = None
+    if reference is not None:
+      ref_logps = gather(_target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
-      stats = _masked(whole, logps, entropy)
+      stats = _masked(whole, logps, entropy, ref_logps)
       per_token, metrics = _loss_of(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
@@ -213,10 +256,10 @@ def gradients(
   return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(P(), P('data'), P()),
+      in_specs=(P(), P('data'), P(), P()),
       out_specs=(P(), P()),
       check_vma=False,
-  )(params, batch, denominator)
+  )(params, batch, denominator, reference)
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -247,6 +290,7 @@ def train_step(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     balance: float = 0.0,
+    reference: params_lib.Params | None = None,
     on_nonfinite: Callable[[Batch], str] | None = None,
 ) -> tuple[batch_lib.TrainState, dict[str, float]]:
   """One optimizer update over micro-batches of equal shape.
@@ -261,6 +305,7 @@ def train_step(
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
     balance: weight of the router balance term.
+    reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
   Returns:
@@ -275,7 +320,14 @@ def train_step(
   for batch in batches:
     batch = jax.device_put(batch, rows)
     g, m = gradients(
-        state.params, batch, z, cfg=cfg, loss=loss, mesh=mesh, balance=balance
+        state.params,
+        batch,
+        z,
+        cfg=cfg,
+        loss=loss,
+        mesh=mesh,
+        balance=balance,
+        reference=reference,
     )
     if not np.isfinite(jax.device_get(m['loss'].total)):
       where = on_nonfinite(jax.device_get(batch)) if on_nonfinite else 'no file'

@@ -18,7 +18,7 @@ from composer_jax.learner import step
 from composer_jax.weights import checkpoint
 
 # Figures that tell how fast or in how many pieces, not what was computed.
-_TIMING = ('time/', 'tokens/', 'weights/', 'seconds', 'recompilations')
+_TIMING = ('time/', 'tokens', 'weights/', 'seconds', 'recompilations')
 
 
 def _sha(data: bytes) -> str:

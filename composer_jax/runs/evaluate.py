@@ -6,20 +6,26 @@ and `disjoint` checks it instance by instance, by hash.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
+import functools
+import math
+import pathlib
 from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import tasks as tasks_lib
 from composer_jax.fleet import admission
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
+from composer_jax.runs import feed
 from composer_jax.runs import host as host_lib
 from kernels_triton import contract
 
@@ -28,16 +34,16 @@ SPLITS = {'eval': 'eval', 'heldout': 'heldout_families'}
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """pass@1 of one split.
+  """Outcomes of one split, task by task.
 
   Attributes:
-    sampled: share solved at temperature 1.
-    greedy: share solved at temperature 0.
+    sampled: bool [tasks], solved at temperature 1.
+    greedy: bool [tasks], solved at temperature 0.
     invalid: episodes that could not be judged; they count as unsolved.
   """
 
-  sampled: float
-  greedy: float
+  sampled: np.ndarray
+  greedy: np.ndarray
   invalid: int
 
 
@@ -47,9 +53,14 @@ def tasks_of(cfg: config.Experiment, split: str) -> list[tasks_lib.Task]:
   return [cfg.tasks.task(first + i, split) for i in range(cfg.evaluation.tasks)]
 
 
+def chances(cfg: config.Experiment, split: str) -> np.ndarray:
+  """Probability that one random legal edit repairs each task, f64 [tasks]."""
+  return np.array([cfg.tasks.chance(t) for t in tasks_of(cfg, split)])
+
+
 def chance(cfg: config.Experiment) -> float:
   """Share of the evaluation tasks that one random legal edit repairs."""
-  return float(np.mean([cfg.tasks.chance(t) for t in tasks_of(cfg, 'eval')]))
+  return float(chances(cfg, 'eval').mean())
 
 
 def disjoint(
@@ -86,13 +97,12 @@ def disjoint(
   return counts
 
 
-def _solved(trajectories: Sequence[trace.Trajectory]) -> tuple[float, int]:
-  solved = [t.reward_parts.get('passed', 0.0) for t in trajectories]
-  return float(np.mean(solved)), sum(not t.valid for t in trajectories)
-
-
 def evaluate(
-    cfg: config.Experiment, host: host_lib.RolloutHost, version: int
+    cfg: config.Experiment,
+    host: host_lib.RolloutHost,
+    version: int,
+    splits: Iterable[str] = tuple(SPLITS),
+    ended: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
   """Scores the weights of a version on every split.
 
@@ -100,41 +110,106 @@ def evaluate(
     cfg: the experiment.
     host: with `version` or newer; nobody may publish meanwhile.
     version: weight step that must be served.
+    splits: to play.
+    ended: called after every episode, on another thread.
   """
   scores = {}
-  for split in SPLITS:
+  for split in splits:
     tasks = tasks_of(cfg, split)
     seeds = [
         admission.rollout_seed(cfg.evaluation.seed, i, 0)
         for i in range(len(tasks))
     ]
-    figures = []
-    for temperature in (1.0, 0.0):
-      figures.append(
-          _solved(
-              host.call(
-                  host.rollouts(
-                      tasks,
-                      name=split,
-                      seeds=seeds,
-                      temperature=temperature,
-                      oldest_version=version,
-                  )
-              )
-          )
-      )
-    (sampled, lost), (greedy, more) = figures
-    scores[split] = Score(sampled, greedy, lost + more)
+    sampled, greedy = (
+        host.call(
+            host.rollouts(
+                tasks,
+                name=split,
+                seeds=seeds,
+                temperature=temperature,
+                oldest_version=version,
+                ended=ended,
+            )
+        )
+        for temperature in (1.0, 0.0)
+    )
+    scores[split] = Score(
+        _solved(sampled),
+        _solved(greedy),
+        sum(not t.valid for t in sampled + greedy),
+    )
   return scores
+
+
+def _solved(trajectories: Sequence[trace.Trajectory]) -> np.ndarray:
+  passed = [t.reward_parts.get('passed', 0.0) for t in trajectories]
+  return np.array(passed) == 1.0
 
 
 def figures(scores: dict[str, Score]) -> dict[str, float]:
   """Scores as the flat figures of a metrics record."""
   out = {}
   for split, name in SPLITS.items():
-    out[f'{name}/pass1_sampled'] = scores[split].sampled
-    out[f'{name}/pass1_greedy'] = scores[split].greedy
+    out[f'{name}/pass1_sampled'] = float(scores[split].sampled.mean())
+    out[f'{name}/pass1_greedy'] = float(scores[split].greedy.mean())
   return out
+
+
+def breakdown(
+    cfg: config.Experiment, split: str, score: Score
+) -> dict[str, dict[str, float]]:
+  """Rates of a split as a whole ('all') and by family of its tasks.
+
+  Returns:
+    name -> tasks, chance, and pass@1 with its standard error over tasks,
+    sqrt(p (1 - p) / n), for `sampled` and `greedy`.
+  """
+  families = np.array([t.meta['family'] for t in tasks_of(cfg, split)])
+  legal = chances(cfg, split)
+  groups = {'all': np.full(len(families), True)}
+  groups |= {name: families == name for name in np.unique(families).tolist()}
+  out = {}
+  for name, which in groups.items():
+    n = int(which.sum())
+    out[name] = {'tasks': n, 'chance': float(legal[which].mean())}
+    for kind in ('sampled', 'greedy'):
+      p = float(getattr(score, kind)[which].mean())
+      out[name][kind] = p
+      out[name][f'{kind}_error'] = math.sqrt(p * (1 - p) / n)
+  return out
+
+
+def stored_host(
+    cfg: config.Experiment,
+    workdir: pathlib.Path,
+    version: int | None,
+    device: jax.Device,
+) -> host_lib.RolloutHost:
+  """A host on one published version of an existing run, which it only reads.
+
+  Args:
+    cfg: of the run.
+    workdir: of the run.
+    version: weight step; None for the newest.
+    device: of the engine.
+
+  Raises:
+    ValueError: the run has no tokenizer yet. Entering the host raises it if
+      the version does not exist.
+  """
+  path = workdir / 'tokenizer.json'
+  if not path.exists():
+    raise ValueError(f'{path}: missing; the run has not started to train')
+  renderer = renderer_lib.CompactRenderer(
+      tokenizers.Tokenizer.from_file(str(path))
+  )
+  return host_lib.RolloutHost(
+      cfg,
+      f'file://{(workdir / "weights").resolve()}/',
+      renderer,
+      device=device,
+      feed=functools.partial(feed.FixedFeed, step=version),
+  )
 
 
 def showcase(

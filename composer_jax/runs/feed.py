@@ -17,6 +17,7 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.model import params as params_lib
 from composer_jax.weights import follow
+from composer_jax.weights import store as store_lib
 
 _POLL_SECONDS = 0.02
 
@@ -101,3 +102,49 @@ class WeightFeed:
   def close(self) -> None:
     self._stop.set()
     self._thread.join()
+
+
+class FixedFeed:
+  """One published version for good: what evaluation feeds an engine.
+
+  Attributes:
+    first: the version and its parameters.
+    newest: step of that version.
+  """
+
+  def __init__(self, url: str, step: int | None = None):
+    """Rebuilds a version from the store, verified.
+
+    Args:
+      url: of the weight store.
+      step: `WeightVersion.step` of the version; None for the newest.
+
+    Raises:
+      ValueError: it was never published there.
+      StoreError, FollowError: the store is damaged.
+    """
+    store = store_lib.Store(url)
+    link, _ = store.latest()
+    if link is None:
+      raise ValueError(f'{url}: no version has been published')
+    found = {at.version: m for at, m in store.history(link)}
+    step = link.version if step is None else step
+    if step not in found:
+      raise ValueError(
+          f'version {step}: never published in {url}, which has'
+          f' {len(found)} versions from {min(found)} to {max(found)}'
+      )
+    named = follow.Follower(url, store=store).fetch(step)
+    self.first = store_lib.weight_version(found[step]), decode_params(named)
+    self.newest = step
+
+  def refresh(self) -> None:
+    """Nothing newer, ever."""
+
+  async def wait_for(self, step: int) -> None:
+    """Returns at once, or raises: what is newer will not come."""
+    if step > self.newest:
+      raise ValueError(f'version {step}: this host stays at {self.newest}')
+
+  def close(self) -> None:
+    """Has nothing to close."""

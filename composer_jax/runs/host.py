@@ -8,7 +8,7 @@ parts around another `WorkQueue`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 import dataclasses
 import threading
 import time
@@ -27,6 +27,7 @@ from composer_jax.runs import feed as feed_lib
 
 _SANDBOXES = 4  # warm ones, for episodes and as many for grading
 T = TypeVar('T')
+Feed = feed_lib.WeightFeed | feed_lib.FixedFeed
 
 
 class BusyClock:
@@ -53,7 +54,7 @@ class RolloutHost:
 
   Attributes:
     engine: the decode engine.
-    feed: follows the weight store.
+    feed: of weights.
     loop: of the host's thread; `call` runs a coroutine there.
     environment: time in sandboxes (tools and grading).
     renderer: between tasks and tokens.
@@ -66,6 +67,7 @@ class RolloutHost:
       renderer: Any,
       *,
       device: jax.Device,
+      feed: Callable[[str], Feed] = feed_lib.WeightFeed,
   ):
     """Describes the host; entering the context starts it.
 
@@ -74,9 +76,12 @@ class RolloutHost:
       url: of the weight store; something must have been published there.
       renderer: for the experiment's tasks.
       device: of the engine; the trainer should not use it.
+      feed: makes the source of weights from `url`: one that follows the
+        newest version, or one that stays at a version (`FixedFeed`).
     """
     self._cfg = cfg
     self._url = url
+    self._make_feed = feed
     self._device = device
     self.renderer = renderer
     self.environment = BusyClock()
@@ -86,7 +91,7 @@ class RolloutHost:
     )
 
   def __enter__(self) -> Self:
-    self.feed = feed_lib.WeightFeed(self._url)
+    self.feed = self._make_feed(self._url)
     version, params = self.feed.first
     self.engine = engine_lib.Engine(
         self._cfg.model,
@@ -190,15 +195,28 @@ class RolloutHost:
       seeds: Sequence[int],
       temperature: float,
       oldest_version: int = 0,
+      ended: Callable[[], None] = lambda: None,
   ) -> list[trace.Trajectory]:
-    """One episode per task, all at once; for evaluation."""
-    return await asyncio.gather(*(
-        self.rollout(
-            task,
-            f'{name}/{i}/0',
-            seed=seed,
-            temperature=temperature,
-            oldest_version=oldest_version,
-        )
-        for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
-    ))
+    """One episode per task, all at once; for evaluation.
+
+    Args:
+      tasks: the problems.
+      name: first part of the trajectories' ids.
+      seeds: one per task.
+      temperature: of all of them.
+      oldest_version: see `rollout`.
+      ended: called after every episode, on the host's thread.
+    """
+
+    async def one(i: int) -> trace.Trajectory:
+      trajectory = await self.rollout(
+          tasks[i],
+          f'{name}/{i}/0',
+          seed=seeds[i],
+          temperature=temperature,
+          oldest_version=oldest_version,
+      )
+      ended()
+      return trajectory
+
+    return await asyncio.gather(*map(one, range(len(tasks))))

@@ -156,8 +156,7 @@ def run(
     (state, whether the phase is complete).
   """
   tx = optimizer.build()
-  opt_state = jax.jit(tx.init)(state.params)
-  state = state.replace(step=0 * state.step, opt_state=opt_state)
+  state = step.restart(state.params, tx, mesh)
   shape = packing.Shape(cfg.rows_per_step, cfg.tokens_per_row, contract.KEY_BLOCK)
   saver = checkpoint.Checkpointer(checkpoints)
   cursor: Cursor = {}

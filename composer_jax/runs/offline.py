@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
@@ -217,6 +218,7 @@ def run(
     saver: checkpoint.Checkpointer,
     tx: Any,
     mesh: jax.sharding.Mesh,
+    reference: params_lib.Params | None,
     workdir: pathlib.Path,
     writer: writer_lib.Writer,
     evaluate: Callable[[int, int], None],
@@ -234,6 +236,7 @@ def run(
     saver: of checkpoints; the ledger is saved with the weights.
     tx: the optimizer, built once.
     mesh: the trainer's.
+    reference: masters for a loss that `step.needs_reference`, else None.
     workdir: for trajectories and offending batches.
     writer: of metrics.
     evaluate: called as evaluate(step, version) at step 0, every
@@ -247,6 +250,19 @@ def run(
   rows = rl.micro_rows or rl.rows_per_step
   shape = packing.Shape(rows, rl.tokens_per_row, contract.KEY_BLOCK)
   done = saved = len(ledger.steps)
+
+  def train(state, batches, rollouts):
+    return step.train_step(
+        state,
+        batches,
+        float(rollouts * rl.norm_tokens),
+        cfg=cfg.model,
+        loss=cfg.loss,
+        tx=tx,
+        mesh=mesh,
+        reference=reference,
+        on_nonfinite=save_batch,
+    )
 
   def save_batch(batch: batch_lib.Batch) -> str:
     path = workdir / f'offending_batch_step{done:06d}.npz'
@@ -262,6 +278,9 @@ def run(
   ):
     if not done:
       evaluate(0, version.step)
+    # Everything a step may need is compiled here, on a copy and on pads.
+    pads, _ = packing.pack_all([], shape, now=0, replay=cfg.model)
+    train(jax.tree.map(jnp.copy, state), pads * 2, 1)
     meter = Meter(host)
     while done < rl.steps and not stop():
       batch = rollouts.take()
@@ -277,16 +296,7 @@ def run(
             replay=cfg.model,
             withhold_staleness_versions=rl.withhold_staleness_versions,
         )
-        state, trained = step.train_step(
-            state,
-            batches,
-            float(count * rl.norm_tokens),
-            cfg=cfg.model,
-            loss=cfg.loss,
-            tx=tx,
-            mesh=mesh,
-            on_nonfinite=save_batch,
-        )
+        state, trained = train(state, batches, count)
         figures |= trained | _staleness(packed, segments, batch.version)
         tokens = packed.tokens
       stepped = time.perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 import uuid
 
 import jax
+import jax.numpy as jnp
 import tokenizers
 
 from composer_jax import config
@@ -101,8 +102,9 @@ def open_run(
   """Reads the corpus, fits or reads the tokenizer, opens the metrics.
 
   Raises:
-    ValueError: there is no corpus.
+    ValueError: there is no corpus, or the loss returns a wrong shape.
   """
+  step.check_loss(cfg.loss)
   code = corpus.load(cfg.corpus)
   tokenizer = _tokenizer(cfg, code, workdir / 'tokenizer.json')
   renderer = renderer_lib.CompactRenderer(tokenizer)
@@ -200,9 +202,13 @@ def reinforcement(
   """
   cfg = run.cfg
   tx = cfg.rl_optimizer.build()
-  state = state.replace(
-      step=0 * state.step, opt_state=jax.jit(tx.init)(state.params)
+  # The policy that RL started from; a copy, because steps donate their state.
+  reference = (
+      jax.tree.map(jnp.copy, state.params)
+      if step.needs_reference(cfg.loss)
+      else None
   )
+  state = step.restart(state.params, tx, run.mesh)
   saver = checkpoint.Checkpointer(run.workdir / 'checkpoints' / 'rl')
   ledger = ledger_lib.Ledger()
   if restored := saver.restore(state):
@@ -227,6 +233,7 @@ def reinforcement(
         saver=saver,
         tx=tx,
         mesh=run.mesh,
+        reference=reference,
         workdir=run.workdir,
         writer=run.writer,
         evaluate=lambda at, served: measure(run, host, at, served),

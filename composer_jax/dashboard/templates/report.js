@@ -56,27 +56,3 @@ for (const svg of document.querySelectorAll('svg[data-read]')) {
   svg.addEventListener('pointerdown', read);
   svg.addEventListener('pointerleave', clear);
 }
-
-let lit = null;
-function token(event) {
-  const node = event.target.closest('.tok[data-e]');
-  lit?.classList.remove('on');
-  if (!node && lit) tip.hidden = true;
-  lit = node;
-  if (!node) return;
-  node.classList.add('on');
-  const rows = [[JSON.stringify(node.textContent)]];
-  if (node.dataset.b !== undefined) {
-    const [before, after] = [Number(node.dataset.b), Number(node.dataset.a)];
-    const sign = after >= before ? '+' : '';
-    rows.push([`log-prob ${before} → ${after} (${sign}${(after - before).toFixed(2)})`]);
-    rows.push([`probability ${Math.exp(before).toPrecision(2)} → ${Math.exp(after).toPrecision(2)}`]);
-  } else {
-    rows.push(['given, not sampled']);
-  }
-  JSON.parse(node.dataset.e).forEach(
-      (ids, layer) => rows.push([`layer ${layer}: experts ${ids.join(', ')}`]));
-  show(rows, event.clientX, event.clientY);
-}
-document.addEventListener('pointerover', token);
-document.addEventListener('pointerdown', token);

@@ -1,0 +1,200 @@
+"""What README.md shows works: examples run, commands are known, CI runs two."""
+
+import importlib
+import json
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+from absl import flags as absl_flags
+from absl.testing import absltest
+from composer_jax.agents import tools
+from composer_jax.runs import evaluate
+from composer_jax.runs import plan
+from experiments import flags
+from tests import small_run
+
+_README = (small_run.ROOT / 'README.md').read_text()
+_BLOCK = re.compile(r'^```(\w*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+_BLOCKS = [(m[1], m[2]) for m in _BLOCK.finditer(_README)]
+_SHELL = [c for kind, c in _BLOCKS if kind == 'sh']
+_COMMANDS = [line for text in _SHELL for line in text.splitlines()]
+_EXAMPLES = {
+    code.split('\n', 1)[0].removeprefix('# '): code
+    for kind, code in _BLOCKS
+    if kind == 'python'
+}
+
+# All examples in one experiment, of a size that a test can wait for. A model
+# of this size earns nothing on its own, hence the third reward.
+_TOGETHER = """
+import dataclasses
+from tests import small_config
+import my_loss, my_reward, my_tasks
+
+def experiment():
+  small = small_config.experiment()
+  return dataclasses.replace(
+      small,
+      loss=my_loss.experiment().loss,
+      tasks=my_tasks.experiment().tasks,
+      rewards=(*my_reward.experiment().rewards, small_config.SmallIds()),
+  )
+"""
+
+
+def _read(command: str) -> str | None:
+  """Reads a command line as its binary does; returns the plan of a run."""
+  _, _, module, *arguments = shlex.split(command)
+  known = set(absl_flags.FLAGS)
+  shown = []
+
+  def parse(main):
+    del main  # It would do what the command says.
+    absl_flags.DEFINE_bool('traceback', False, '')
+    rest = absl_flags.FLAGS(sys.argv)[1:]
+    if rest:
+      raise ValueError(f'{rest}: not a flag')
+    if 'config' in absl_flags.FLAGS:
+      shown.append(plan.text(flags.experiment()))
+
+  try:
+    with (
+        mock.patch.object(sys, 'argv', [module, *arguments]),
+        mock.patch.object(flags, 'run', parse),
+    ):
+      runpy.run_module(module, run_name='__main__')
+  finally:
+    absl_flags.FLAGS.remove_flag_values(set(absl_flags.FLAGS) - known)
+  return shown[0] if shown else None
+
+
+class ReadmeTest(absltest.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.folder = pathlib.Path(folder)
+    for name, code in _EXAMPLES.items():
+      (cls.folder / name).write_text(code)
+    (cls.folder / 'together.py').write_text(_TOGETHER)
+    cls.enterClassContext(mock.patch.object(sys, 'path', [*sys.path, folder]))
+
+  def test_examples_are_there(self):
+    self.assertCountEqual(
+        _EXAMPLES, ['my_loss.py', 'my_tasks.py', 'my_reward.py']
+    )
+
+  def test_examples_train_together(self):
+    workdir = self.folder / 'run'
+    done = small_run.run(
+        'rl',
+        workdir,
+        'loss.width=0.2',
+        'rewards.1.cost=0.05',
+        'rl.steps=2',
+        config=str(self.folder / 'together.py'),
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+    stored = json.loads((workdir / 'config.json').read_text())
+    self.assertEqual(stored['loss'], {'type': 'my_loss:SoftClip', 'width': 0.2})
+    self.assertEqual(stored['tasks'], {'type': 'my_tasks:WrongOperator'})
+    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+    first = next(r for r in map(json.loads, lines) if 'reward/mean' in r)
+    self.assertEqual(first['soft_clip/weight'], 1.0)  # exactly on-policy
+    # Three turns without an end: the second reward took 2 x 0.05.
+    self.assertBetween(first['reward/mean'], -0.1, 0.9)
+
+  def test_environment_of_the_example_is_fair(self):
+    cfg = importlib.import_module('my_tasks').experiment()
+    source = cfg.tasks
+    evaluate.disjoint(
+        cfg, {'warmup': range(300), 'train': range(300)}
+    )  # raises if it is not
+    for index in range(50):
+      task = source.task(index, 'train')
+      self.assertEqual(task, source.task(index, 'train'))
+      edit, _ = source.demo(task, None)
+      for wrong in (task.files, tools.edit(task.files, edit).files):
+        self.assertNotEqual(_outputs(source, task, wrong), _expected(source, task))
+      right = [
+          other
+          for other in '+-*%'
+          if _outputs(
+              source,
+              task,
+              tools.edit(
+                  task.files, tools.Edit(1, edit.old, other)
+              ).files,
+          )
+          == _expected(source, task)
+      ]
+      self.assertLen(right, 1)
+
+  def test_every_command_is_one_that_is_run_or_read_here(self):
+    start = ('python3 -m experiments.', 'python3 -m pip install -e')
+    strange = [c for c in _COMMANDS if not c.startswith(start)]
+    self.assertEmpty(strange)
+    self.assertGreater(len(_COMMANDS), 10)
+
+  def test_flags_of_every_command_are_known(self):
+    for command in _COMMANDS:
+      for part in command.split(' && '):
+        if ' experiments.' in part:
+          with self.subTest(part), mock.patch('os.getcwd'):
+            self._check(part)
+
+  def _check(self, command):
+    for name in _EXAMPLES:
+      command = command.replace(f'={name}', f'={self.folder / name}')
+    text = _read(command)
+    if '--set=loss.width' in command:
+      self.assertIn('SoftClip(width=0.2)', text)
+
+  def test_a_wrong_command_would_be_seen(self):
+    with self.assertRaisesRegex(absl_flags.Error, 'wrkdir'):
+      _read('python3 -m experiments.rl --wrkdir=/tmp/x')
+    with self.assertRaisesRegex(ValueError, 'stepz'):
+      _read('python3 -m experiments.rl --workdir=/tmp/x --set=rl.stepz=1')
+
+  def test_ci_runs_the_two_commands(self):
+    script = (small_run.ROOT / '.ci' / 'run').read_text()
+    marks = re.findall(r'^<!-- ci: (\w+) -->\n```sh\n', _README, re.MULTILINE)
+    self.assertEqual(marks, ['quickstart', 'test'])
+    for mark in marks:
+      self.assertIn(f'$(readme {mark})', script)
+
+  def test_files_that_are_named_exist(self):
+    text = _BLOCK.sub('', _README)
+    names = re.findall(r'`([\w/]+\.py)`', text)
+    self.assertNotEmpty(names)
+    tops = ('', 'composer_jax', 'experiments')
+    for name in names:
+      with self.subTest(name):
+        self.assertTrue(
+            any((small_run.ROOT / top / name).exists() for top in tops)
+        )
+
+  def test_it_is_short(self):
+    self.assertLess(len(_README.splitlines()), 250)
+
+
+def _expected(source, task):
+  return [c.expected for c in source.hidden(task)]
+
+
+def _outputs(source, task, files):
+  scope = {}
+  exec(files['f.py'], scope)  # of our own example
+  function = scope[task.meta['entry']]
+  return [function(*c.args) for c in source.hidden(task)]
+
+
+if __name__ == '__main__':
+  absltest.main()

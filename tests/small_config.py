@@ -1,0 +1,58 @@
+"""A whole run in seconds: the shipped experiment, made very small.
+
+A model of this size solves nothing, so a second reward, which an untrained
+policy can earn too, gives every group a lesson.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from composer_jax import config
+from composer_jax.rewards import verify
+from experiments.configs import tiny
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallIds:
+  """Share of sampled tokens in the lower half of the vocabulary."""
+
+  half: int = 192
+
+  async def __call__(self, task, episode):
+    del task
+    (segment,) = episode.segments
+    score = float(np.mean(segment.tokens[segment.sampled] < self.half))
+    return verify.RewardResult(score, True, parts={'small_ids': score})
+
+
+def experiment() -> config.Experiment:
+  return dataclasses.replace(
+      tiny.experiment(),
+      rewards=(verify.Verify(), SmallIds()),
+      model=config.ModelConfig(
+          vocab=384,
+          layers=2,
+          embed=32,
+          q_heads=2,
+          kv_heads=1,
+          head_dim=16,
+          experts=4,
+          moe_ffn=32,
+      ),
+      corpus=config.CorpusConfig(max_bytes=150_000),
+      midtrain=config.PhaseConfig(2, 4, 128),
+      warmup=config.PhaseConfig(4, 4, 128, demo_fraction=0.5),
+      rollout=config.RolloutConfig(slots=32, prefill_rows=4),
+      rl=config.RlConfig(
+          steps=4,
+          groups_per_step=2,
+          rollouts_per_group=4,
+          rows_per_step=8,
+          tokens_per_row=128,
+          workers=32,
+          checkpoint_every_steps=1,
+          eval_every_steps=2,
+      ),
+      evaluation=config.EvalConfig(tasks=4, showcase=2),
+  )
