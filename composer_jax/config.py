@@ -76,7 +76,6 @@ class PhaseConfig:
   steps: int
   rows_per_step: int
   tokens_per_row: int
-  micro_rows: int | None = None  # rows per micro-batch; None: all at once
   demo_fraction: float = 0.0  # share of ROWS filled with harness demos
 
 
@@ -103,9 +102,10 @@ class RlConfig:
   groups_per_step: int = 12
   rollouts_per_group: int = 16
   max_staleness_versions: int = 2  # 0: synchronous, fully on-policy
-  rows_per_step: int = 96  # packed rows; the shape the step is compiled for
+  # Rows of one packed micro-batch, the shape a step is compiled for; a step
+  # accumulates over as many as its rollouts fill.
+  rows_per_batch: int = 32
   tokens_per_row: int = 256
-  micro_rows: int | None = None
   norm_tokens: int = 8  # L_norm: Z = rollouts in the batch x norm_tokens
   withhold_staleness_versions: int = 8  # older tokens leave the loss only
   lease_seconds: float = 60.0
@@ -151,3 +151,15 @@ class Experiment:
   rl: RlConfig = RlConfig()
   evaluation: EvalConfig = EvalConfig()
   weights: WeightsConfig = WeightsConfig()
+
+  def __post_init__(self):
+    for name, rows in (
+        ('midtrain.rows_per_step', self.midtrain.rows_per_step),
+        ('warmup.rows_per_step', self.warmup.rows_per_step),
+        ('rl.rows_per_batch', self.rl.rows_per_batch),
+    ):
+      if rows < 1 or rows % self.mesh.data:
+        raise ValueError(
+            f'{name}={rows}: must be a positive multiple of'
+            f' mesh.data={self.mesh.data}, which splits the rows'
+        )

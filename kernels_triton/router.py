@@ -26,9 +26,7 @@ def select(logits: jax.Array, top_k: int) -> jax.Array:
   return jnp.stack(chosen, axis=-1).astype(jnp.int32)
 
 
-def replayed(
-    live: jax.Array, recorded: jax.Array, blank: int
-) -> jax.Array:
+def replayed(live: jax.Array, recorded: jax.Array, blank: int) -> jax.Array:
   """Recorded ids where a row was recorded, the live choice where blank.
 
   Args:

@@ -18,7 +18,7 @@ from composer_jax.fleet import admission
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ingest
 from composer_jax.fleet import ledger as ledger_lib
-import fleet_sim
+from tests import fleet_sim
 
 
 def start(pacing, ledger=None, step=0):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests import small_run
 
-_SOFT_CLIP = textwrap.dedent('''
+_SOFT_CLIP = textwrap.dedent("""
     import dataclasses
     from jax import lax
     import jax.numpy as jnp
@@ -28,7 +28,7 @@ _SOFT_CLIP = textwrap.dedent('''
         return -lax.stop_gradient(w) * s.advantages * s.logps, {'soft_clip/weight': Mean.of(w, s.mask)}
 
     def experiment(): return dataclasses.replace(small_config.experiment(), loss=SoftClip())
-''')
+""")
 
 
 def _records(workdir, phase):

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 
 from absl.testing import absltest
-import layers
+from tests import layers
 
 # Import name -> name on PyPI, in the form of a label, where they differ.
 _PYPI = {'absl': 'absl_py', 'orbax': 'orbax_checkpoint'}

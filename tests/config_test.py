@@ -68,7 +68,6 @@ class OverrideTest(parameterized.TestCase):
       ('corpus.path=/src', lambda e: e.corpus.path, '/src'),
       ('corpus.path=None', lambda e: e.corpus.path, None),
       ('rewards.0.low=1', lambda e: e.rewards[0].low, 1.0),
-      ('rl.micro_rows=8', lambda e: e.rl.micro_rows, 8),
   )
   def test_sets_one_field(self, assignment, get, want):
     before = _experiment()

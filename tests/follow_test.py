@@ -10,7 +10,7 @@ import threading
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
-import sample_weights
+from tests import sample_weights
 
 from composer_jax.weights import codec
 from composer_jax.weights import follow

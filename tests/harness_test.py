@@ -6,7 +6,7 @@ import unittest
 
 from absl.testing import absltest
 import numpy as np
-import sampled_policy
+from tests import sampled_policy
 
 from composer_jax import config
 from composer_jax import trace

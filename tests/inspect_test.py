@@ -14,7 +14,7 @@ from composer_jax.weights import store
 import ml_dtypes
 import numpy as np
 from rich import console
-import sample_run
+from tests import sample_run
 import tokenizers
 from tokenizers import models
 

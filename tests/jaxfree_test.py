@@ -5,7 +5,7 @@ import sys
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import layers
+from tests import layers
 
 _LAYERS = (
     'trace',

@@ -49,7 +49,11 @@ def _packed_segments():
   """Two rows of 96: segments of 40 and 20 tokens, and one of 96."""
   segments = np.zeros((2, 96), np.int32)
   positions = np.zeros((2, 96), np.int32)
-  for row, start, length, number in ((0, 0, 40, 1), (0, 64, 20, 2), (1, 0, 96, 1)):
+  for row, start, length, number in (
+      (0, 0, 40, 1),
+      (0, 64, 20, 2),
+      (1, 0, 96, 1),
+  ):
     segments[row, start : start + length] = number
     positions[row, start : start + length] = np.arange(length)
   return segments, positions
@@ -59,7 +63,11 @@ class AttentionTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.q, self.k, self.v = _normal(2, 96, 4, 16), _normal(2, 96, 2, 16), _normal(2, 96, 2, 16)
+    self.q, self.k, self.v = (
+        _normal(2, 96, 4, 16),
+        _normal(2, 96, 2, 16),
+        _normal(2, 96, 2, 16),
+    )
     self.segments, self.positions = _packed_segments()
     self.real = (self.segments > 0)[:, :, None, None]
 
@@ -103,7 +111,10 @@ class AttentionTest(parameterized.TestCase):
 class GroupedTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      ('even', lambda n: np.stack([np.arange(n) % 4, (np.arange(n) + 1) % 4], 1)),
+      (
+          'even',
+          lambda n: np.stack([np.arange(n) % 4, (np.arange(n) + 1) % 4], 1),
+      ),
       ('empty_experts', lambda n: np.tile([[2, 0]], (n, 1))),
       ('one_row', lambda n: np.array([[3, 1]])),
   )
@@ -147,9 +158,7 @@ class RouterTest(parameterized.TestCase):
 
   def test_ties_take_the_lowest_index(self):
     logits = jnp.asarray([[1.0, 3.0, 3.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
-    np.testing.assert_array_equal(
-        router.select(logits, 2), [[1, 2], [0, 1]]
-    )
+    np.testing.assert_array_equal(router.select(logits, 2), [[1, 2], [0, 1]])
 
   def test_gates_are_a_softmax_over_the_chosen(self):
     logits = _normal(8, 6)

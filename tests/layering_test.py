@@ -4,7 +4,7 @@ import ast
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import layers
+from tests import layers
 
 _MAX_LINES = 400
 

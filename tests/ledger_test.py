@@ -17,7 +17,7 @@ from composer_jax.fleet import admission
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
-import fleet_sim
+from tests import fleet_sim
 
 
 def group(prompt, version=0, versions=(0,), lost=False):

@@ -49,7 +49,7 @@ def _plain(cfg, run, state):
   publisher = publish.Publisher(run.store, cfg.weights, 'plain')
   publisher.publish(0, offline.published_arrays(state.params))
   shape = packing.Shape(
-      cfg.rl.rows_per_step, cfg.rl.tokens_per_row, contract.KEY_BLOCK
+      cfg.rl.rows_per_batch, cfg.rl.tokens_per_row, contract.KEY_BLOCK
   )
   refills = admission.Pacing.of(cfg.rl).max_refill_groups
   prompt = 0

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 from composer_jax import trace
 from composer_jax.fleet import queue as queue_lib
-import fleet_sim
+from tests import fleet_sim
 
 LEASE = 10.0
 

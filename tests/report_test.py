@@ -15,7 +15,7 @@ from composer_jax.dashboard import showcase
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-import sample_run
+from tests import sample_run
 
 _VOID = {'meta', 'link', 'br'}
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 from absl.testing import absltest
-import layers
+from tests import layers
 
 _HEAVY = ('torch', 'triton', 'cuda', 'nvidia', 'rocm', 'transformers')
 

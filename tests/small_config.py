@@ -48,7 +48,7 @@ def experiment() -> config.Experiment:
           steps=4,
           groups_per_step=2,
           rollouts_per_group=4,
-          rows_per_step=8,
+          rows_per_batch=8,
           tokens_per_row=128,
           workers=32,
           checkpoint_every_steps=1,

@@ -10,6 +10,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = pathlib.Path(__file__).parent / '.cache'
 
+
 def command(binary, workdir, *edits, config='tests.small_config'):
   return [
       sys.executable,

@@ -203,9 +203,7 @@ class ReplayTest(parameterized.TestCase):
       )
 
     want, _ = _gradients(_pack(_items()))
-    got, metrics = _gradients(
-        _pack(_items([perturb(s) for s in _segments()]))
-    )
+    got, metrics = _gradients(_pack(_items([perturb(s) for s in _segments()])))
     self.assertGreater(metrics['routing/disagreement'].value(), 0.3)
     self.assertFalse(np.allclose(got.embedding, want.embedding, 1e-3, 1e-5))
 

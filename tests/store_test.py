@@ -11,7 +11,7 @@ import threading
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
-import sample_weights
+from tests import sample_weights
 
 from composer_jax import config
 from composer_jax.weights import codec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 import contextlib
 import json
 
@@ -185,7 +185,7 @@ class Pool:
     await asyncio.gather(*(b.close() for b in boxes))
 
   @contextlib.asynccontextmanager
-  async def session(self) -> AsyncIterator[Session]:
+  async def session(self) -> AsyncGenerator[Session]:
     session = Session(self)
     try:
       yield session

@@ -208,14 +208,12 @@ def _pairs(rows) -> Runs:
 
 
 def _group(row) -> GroupRecord:
-  *head, rollouts = row
-  return GroupRecord(
-      *head,
-      tuple(
-          RolloutRecord(number, seed, outcome, tuple(map(_pairs, spans)))
-          for number, seed, outcome, spans in rollouts
-      ),
+  prompt, version, fault, sha256, rollouts = row
+  records = tuple(
+      RolloutRecord(number, seed, outcome, tuple(map(_pairs, spans)))
+      for number, seed, outcome, spans in rollouts
   )
+  return GroupRecord(prompt, version, fault, sha256, records)
 
 
 def from_json(text: str) -> Ledger:

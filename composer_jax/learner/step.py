@@ -171,9 +171,7 @@ def check_loss(loss: batch_lib.Loss) -> None:
   jax.eval_shape(functools.partial(_loss_of, loss), stats)
 
 
-@functools.partial(
-    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance')
-)
+@functools.partial(jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance'))
 def gradients(
     params: params_lib.Params,
     batch: Batch,

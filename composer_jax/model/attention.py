@@ -23,7 +23,7 @@ def rope_table(cfg: config.ModelConfig, length: int) -> np.ndarray:
     f32 [length 2 H/2]: cosines, then sines.
   """
   half = np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim
-  angles = np.arange(length)[:, None] * cfg.rope_theta**-half[None, :]
+  angles = np.arange(length)[:, None] * cfg.rope_theta ** -half[None, :]
   return np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
 
@@ -59,7 +59,9 @@ def project(
   Returns:
     q [n N H] scaled by H^-1/2, k [n M H], v [n M H].
   """
-  flat = [w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)]
+  flat = [
+      w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)
+  ]
   w = jnp.concatenate(flat, axis=1).astype(jnp.float32)
   block = rows.rowwise(functools.partial(_block, cfg))
   return block((weights.norm, w), x, angles)

@@ -61,9 +61,7 @@ def _metrics(path: pathlib.Path) -> str:
   return _sha(json.dumps(sorted(rows.items()), sort_keys=True).encode())
 
 
-def of_run(
-    cfg: config.Experiment, workdir: pathlib.Path
-) -> Mapping[str, str]:
+def of_run(cfg: config.Experiment, workdir: pathlib.Path) -> Mapping[str, str]:
   """Digests of a run with finished RL: every leaf, metric and trajectory.
 
   Args:

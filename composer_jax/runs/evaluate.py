@@ -58,11 +58,6 @@ def chances(cfg: config.Experiment, split: str) -> np.ndarray:
   return np.array([cfg.tasks.chance(t) for t in tasks_of(cfg, split)])
 
 
-def chance(cfg: config.Experiment) -> float:
-  """Share of the evaluation tasks that one random legal edit repairs."""
-  return float(chances(cfg, 'eval').mean())
-
-
 def disjoint(
     cfg: config.Experiment, seen: dict[str, Sequence[int]]
 ) -> dict[str, int]:
@@ -267,14 +262,16 @@ def _side(cfg, renderer, trajectory, weights, mesh) -> dict[str, Any]:
   tokens = []
   for t, token in enumerate(segment.tokens.tolist()):
     drawn = bool(segment.sampled[t])
-    tokens.append({
-        'text': renderer.text([token]),
-        'sampled': drawn,
-        'logp_before': float(logps['before'][t]) if drawn else None,
-        'logp_after': float(logps['after'][t]) if drawn else None,
-        # What computed the token: the routing of the input before it.
-        'experts': segment.routing.experts[t - 1].tolist() if drawn else [],
-    })
+    tokens.append(
+        {
+            'text': renderer.text([token]),
+            'sampled': drawn,
+            'logp_before': float(logps['before'][t]) if drawn else None,
+            'logp_after': float(logps['after'][t]) if drawn else None,
+            # What computed the token: the routing of the input before it.
+            'experts': segment.routing.experts[t - 1].tolist() if drawn else [],
+        }
+    )
   return {
       'reward': trajectory.reward,
       'submission': renderer.text(segment.tokens[segment.sampled].tolist()),
@@ -300,7 +297,7 @@ def rescore(
     For each window (log-prob of token t at t f32 [T], routing [T L K]).
   """
   shape = packing.Shape(
-      cfg.rl.rows_per_step, cfg.rl.tokens_per_row, contract.KEY_BLOCK
+      cfg.rl.rows_per_batch, cfg.rl.tokens_per_row, contract.KEY_BLOCK
   )
   packed = [
       items.Item(i, items.document(s.tokens), 0.0)

@@ -56,7 +56,7 @@ class RolloutHost:
     engine: the decode engine.
     feed: of weights.
     loop: of the host's thread; `call` runs a coroutine there.
-    environment: time in sandboxes (tools and grading).
+    environment: time spent on grading in sandboxes.
     renderer: between tasks and tokens.
   """
 

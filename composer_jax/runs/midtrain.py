@@ -157,7 +157,9 @@ def run(
   """
   tx = optimizer.build()
   state = step.restart(state.params, tx, mesh)
-  shape = packing.Shape(cfg.rows_per_step, cfg.tokens_per_row, contract.KEY_BLOCK)
+  shape = packing.Shape(
+      cfg.rows_per_step, cfg.tokens_per_row, contract.KEY_BLOCK
+  )
   saver = checkpoint.Checkpointer(checkpoints)
   cursor: Cursor = {}
   done = 0

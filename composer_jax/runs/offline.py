@@ -104,6 +104,7 @@ class Meter:
     self._host = host
     self._stats = host.engine.stats()
     self._environment = host.environment.seconds
+    self._mismatches = host.feed.digest_mismatches
     self._programs = engine_lib.compilations() + step.compilations()
     self._began = time.perf_counter()
 
@@ -120,6 +121,7 @@ class Meter:
     """
     now, stats = time.perf_counter(), self._host.engine.stats()
     environment = self._host.environment.seconds
+    mismatches = self._host.feed.digest_mismatches
     programs = engine_lib.compilations() + step.compilations()
     busy = stats.busy_seconds - self._stats.busy_seconds
     decoded = stats.decoded_tokens - self._stats.decoded_tokens
@@ -133,10 +135,12 @@ class Meter:
         'tokens/decode_per_second': decoded / busy if busy else 0.0,
         'tokens/train_per_second': tokens / (trained - taken),
         'weights/swap_seconds': stats.swap_seconds - self._stats.swap_seconds,
+        'weights/follower_mismatches': mismatches - self._mismatches,
         'recompilations': programs - self._programs,
     }
     self._stats, self._environment = stats, environment
     self._began, self._programs = now, programs
+    self._mismatches = mismatches
     return figures
 
 
@@ -188,7 +192,9 @@ def _rewards(batch: admission.Batch) -> dict[str, float]:
       'group/invalid': lag['groups/too_few'],
       'lost_rollouts': lag['rollouts/lost'] + lag['rollouts/refused'],
       'staleness/submit_lag_mean': lag.get('lag/submit_mean', 0.0),
-      **{k: v for k, v in lag.items() if k.startswith(('rollouts/', 'length/'))},
+      **{
+          k: v for k, v in lag.items() if k.startswith(('rollouts/', 'length/'))
+      },
   }
 
 
@@ -202,6 +208,7 @@ def _staleness(
       'staleness/token_max': packed.age_max,
       'staleness/spanning_fraction': packed.mixed_version_fraction,
       'staleness/histogram': counts.tolist(),
+      'tokens/trained': packed.sampled_tokens - packed.withheld_tokens,
       'tokens/withheld': packed.withheld_tokens,
       'tokens/packed_fraction': packed.fill_fraction,
   }
@@ -247,8 +254,9 @@ def run(
     (state, ledger, whether all steps are done).
   """
   rl = cfg.rl
-  rows = rl.micro_rows or rl.rows_per_step
-  shape = packing.Shape(rows, rl.tokens_per_row, contract.KEY_BLOCK)
+  shape = packing.Shape(
+      rl.rows_per_batch, rl.tokens_per_row, contract.KEY_BLOCK
+  )
   done = saved = len(ledger.steps)
 
   def train(state, batches, rollouts):

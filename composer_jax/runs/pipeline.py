@@ -218,9 +218,7 @@ def reinforcement(
   version = publisher.resume(
       offline.published_arrays(state.params), len(ledger.steps)
   )
-  host = host_lib.RolloutHost(
-      cfg, run.store, run.renderer, device=run.decoder
-  )
+  host = host_lib.RolloutHost(cfg, run.store, run.renderer, device=run.decoder)
   with host:
     host.engine.warmup()
     state, _, complete = offline.run(

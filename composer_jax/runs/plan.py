@@ -18,12 +18,7 @@ from composer_jax.model import params as params_lib
 
 
 def text(cfg: config.Experiment) -> str:
-  """Returns the plan: work, batch arithmetic, memory, shapes to compile.
-
-  Raises:
-    ValueError: numbers that do not go together, such as rows that the mesh
-      cannot split.
-  """
+  """Returns the plan: work, batch arithmetic, memory, shapes to compile."""
   sections = (
       ('Model', _model(cfg)),
       ('Work', _work(cfg)),
@@ -75,14 +70,14 @@ def _work(cfg: config.Experiment) -> _Rows:
 def _rl_step(cfg: config.Experiment) -> _Rows:
   rl, rollout = cfg.rl, cfg.rollout
   rollouts = rl.groups_per_step * rl.rollouts_per_group
-  capacity = rl.rows_per_step * rl.tokens_per_row
+  capacity = rl.rows_per_batch * rl.tokens_per_row
   most = rollouts * rollout.context_tokens
   yield 'batch', (
       f'{rl.groups_per_step} prompts x {rl.rollouts_per_group} rollouts ='
       f' {rollouts} rollouts'
   )
   yield 'capacity', (
-      f'{rl.rows_per_step} rows x {rl.tokens_per_row} tokens ='
+      f'{rl.rows_per_batch} rows x {rl.tokens_per_row} tokens ='
       f' {capacity:,} tokens per program call'
   )
   yield 'at most', (
@@ -127,22 +122,15 @@ def _memory(cfg: config.Experiment) -> _Rows:
 def _activation_bytes(cfg: config.Experiment) -> int:
   """What the backward pass of the largest micro-batch keeps, roughly."""
   m = cfg.model
-  rows = max(_micro_rows(p) * p.tokens_per_row for p in _phases(cfg).values())
+  rows = max(rows * tokens for rows, tokens in _shapes(cfg).values())
   width = 6 * m.embed + 4 * m.q_heads * m.head_dim + m.experts
   width += 4 * m.top_k * m.moe_ffn
   return 4 * rows * m.layers * width
 
 
 def _programs(cfg: config.Experiment) -> _Rows:
-  for name, p in _phases(cfg).items():
-    rows = _micro_rows(p)
-    if p.rows_per_step % rows or rows % cfg.mesh.data:
-      raise ValueError(
-          f'{name}.micro_rows={p.micro_rows}: {rows} rows must divide'
-          f' rows_per_step={p.rows_per_step} and be a multiple of'
-          f' mesh.data={cfg.mesh.data}'
-      )
-    yield f'{name} step', f'tokens [{rows} {p.tokens_per_row}]'
+  for name, (rows, tokens) in _shapes(cfg).items():
+    yield f'{name} step', f'tokens [{rows} {tokens}]'
   r = cfg.rollout
   yield 'prefill', (
       f'up to [{r.prefill_rows} {r.context_tokens}], in a few sizes'
@@ -152,12 +140,13 @@ def _programs(cfg: config.Experiment) -> _Rows:
   )
 
 
-def _phases(cfg: config.Experiment) -> dict[str, Any]:
-  return {'midtrain': cfg.midtrain, 'warmup': cfg.warmup, 'rl': cfg.rl}
-
-
-def _micro_rows(phase: config.PhaseConfig | config.RlConfig) -> int:
-  return phase.micro_rows or phase.rows_per_step
+def _shapes(cfg: config.Experiment) -> dict[str, tuple[int, int]]:
+  """(rows, tokens per row) that each phase compiles its step for."""
+  return {
+      'midtrain': (cfg.midtrain.rows_per_step, cfg.midtrain.tokens_per_row),
+      'warmup': (cfg.warmup.rows_per_step, cfg.warmup.tokens_per_row),
+      'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row),
+  }
 
 
 def _bytes(tree: Any) -> int:

@@ -104,7 +104,10 @@ class Rollouts:
     except TimeoutError:
       await self.queue.release(lease, retry=True)
       return
-    if trajectory.stop is trace.StopReason.INFRA_ERROR and lease.attempt < _MAX_ATTEMPTS:
+    if (
+        trajectory.stop is trace.StopReason.INFRA_ERROR
+        and lease.attempt < _MAX_ATTEMPTS
+    ):
       await self.queue.release(lease, retry=True)
       return
     ref = await self._blobs.put(lease, trace.to_bytes(trajectory))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import pathlib
+import resource
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,7 @@ def _seconds(records: Records) -> dict[str, float]:
   """Wall time per stage, from the clock of the records."""
 
   def last(*phases):
-    ends = [
-        r['seconds'] for p in phases for r in records.get(p, {}).values()
-    ]
+    ends = [r['seconds'] for p in phases for r in records.get(p, {}).values()]
     return max(ends, default=0.0)
 
   evals = sum(_series(records['eval'], 'time/eval'))
@@ -84,6 +83,18 @@ def _weights(rl) -> dict[str, float]:
       'bits_per_changed': bits / changed if changed else 0.0,
       'mean_ratio': _mean(_series(rl, 'weights/ratio')),
   }
+
+
+def _same_version_tokens(rl) -> int:
+  """Trained tokens that ran, prompt included, on the trainer's own version."""
+  share = _series(rl, 'mismatch/same_version_share')
+  trained = _series(rl, 'tokens/trained')
+  return round(sum(s * n for s, n in zip(share, trained, strict=True)))
+
+
+def _peak_memory() -> int:
+  """Largest resident size of this process so far, in bytes."""
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def build(run: pipeline.Run) -> dict[str, Any]:
@@ -112,15 +123,18 @@ def build(run: pipeline.Run) -> dict[str, Any]:
       'evaluation': {
           'tasks': run.cfg.evaluation.tasks,
           'distinct_instances': counts,
-          'chance': evaluate.chance(run.cfg),
+          'chance': float(evaluate.chances(run.cfg, 'eval').mean()),
+          'chance_heldout_families': float(
+              evaluate.chances(run.cfg, 'heldout').mean()
+          ),
       },
       'train_reward': _edge(rl, 'reward/mean'),
       'heldout_bits_per_byte': {
           phase: _ends(records[phase], 'bits_per_byte')
           for phase in ('midtrain', 'warmup')
       },
-      'mismatch_kl_same_version': max(map(abs, same), default=0.0),
-      'same_version_share': _mean(_series(rl, 'mismatch/same_version_share')),
+      'mismatch_kl_same_version': max(map(abs, same)),
+      'same_version_tokens': _same_version_tokens(rl),
       'audit': dataclasses.asdict(audit),
       'weights': {
           **_weights(rl),
@@ -133,6 +147,7 @@ def build(run: pipeline.Run) -> dict[str, Any]:
       },
       'lost_rollouts': int(sum(_series(rl, 'lost_rollouts'))),
       'recompilations': int(sum(_series(rl, 'recompilations'))),
+      'peak_memory_bytes': _peak_memory(),
       'seconds': _seconds(records),
       'tokens_per_second': {
           'train': _mean(_series(rl, 'tokens/train_per_second')),

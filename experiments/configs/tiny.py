@@ -24,10 +24,13 @@ def experiment() -> config.Experiment:
           warmup_steps=20,
           decay_steps=240,
       ),
-      rl_optimizer=optimizer.AdamW(
-          learning_rate=4e-4, b2=0.98, clip_norm=0.5
-      ),
+      rl_optimizer=optimizer.AdamW(learning_rate=4e-4, b2=0.98, clip_norm=0.5),
       midtrain=config.PhaseConfig(100, 16, 256),
       warmup=config.PhaseConfig(260, 48, 128, demo_fraction=5 / 6),
-      rl=config.RlConfig(steps=100, rows_per_step=96, tokens_per_row=128),
+      rl=config.RlConfig(
+          steps=120,
+          rows_per_batch=36,
+          tokens_per_row=128,
+          eval_every_steps=20,
+      ),
   )
