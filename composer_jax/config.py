@@ -153,13 +153,13 @@ class Experiment:
   weights: WeightsConfig = WeightsConfig()
 
   def __post_init__(self):
-    for name, rows in (
-        ('midtrain.rows_per_step', self.midtrain.rows_per_step),
-        ('warmup.rows_per_step', self.warmup.rows_per_step),
-        ('rl.rows_per_batch', self.rl.rows_per_batch),
+    window = self.harness.max_context_tokens
+    for name, room in (
+        ('rollout.context_tokens', self.rollout.context_tokens),
+        ('rl.tokens_per_row', self.rl.tokens_per_row),
     ):
-      if rows < 1 or rows % self.mesh.data:
+      if room < window:
         raise ValueError(
-            f'{name}={rows}: must be a positive multiple of'
-            f' mesh.data={self.mesh.data}, which splits the rows'
+            f'{name}={room}: must be at least'
+            f' harness.max_context_tokens={window}'
         )

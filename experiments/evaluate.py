@@ -42,10 +42,15 @@ def _config(workdir: pathlib.Path):
   from composer_jax import config_text
   from composer_jax.runs import manifest
 
+  path = workdir / manifest.CONFIG_FILE
   try:
-    return config_text.from_json((workdir / manifest.CONFIG_FILE).read_text())
+    return config_text.from_json(path.read_text())
   except ValueError as e:
     raise ValueError(f'{e}; add its folder to PYTHONPATH') from e
+  except TypeError as e:
+    raise ValueError(
+        f'{path}: written by another version of composer_jax: {e}'
+    ) from e
 
 
 def _table(title: str, rows: dict[str, dict[str, float]]):

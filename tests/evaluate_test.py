@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 from absl.testing import absltest
+from absl.testing import parameterized
 from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import pipeline
@@ -41,7 +42,7 @@ def _evaluate(workdir, *arguments) -> subprocess.CompletedProcess:
   )
 
 
-class StoredRunTest(absltest.TestCase):
+class StoredRunTest(parameterized.TestCase):
 
   @classmethod
   def setUpClass(cls):
@@ -137,14 +138,16 @@ class StoredRunTest(absltest.TestCase):
     done = _evaluate(self.run_dir, f'--json={self.base}/none/x.json')
     self._assert_one_line(done, 2, 'there is no directory')
 
-  def test_loss_of_a_file_that_is_not_there(self):
-    moved = self.base / 'moved'
+  @parameterized.parameters(
+      ('tests.small_config:SmallIds', 'my_reward:Mine', 'to PYTHONPATH'),
+      ('"groups_per_step"', '"groups"', 'another version of composer_jax'),
+  )
+  def test_config_that_cannot_be_read(self, old, new, text):
+    moved = pathlib.Path(self.create_tempdir().full_path) / 'moved'
     shutil.copytree(self.run_dir, moved)
-    text = (moved / 'config.json').read_text()
-    text = text.replace('tests.small_config:SmallIds', 'my_reward:Mine')
-    (moved / 'config.json').write_text(text)
-    done = _evaluate(moved)
-    self._assert_one_line(done, 2, 'add its folder to PYTHONPATH')
+    path = moved / 'config.json'
+    path.write_text(path.read_text().replace(old, new))
+    self._assert_one_line(_evaluate(moved), 2, text)
 
 
 class BreakdownTest(absltest.TestCase):

@@ -35,6 +35,7 @@ def _experiment(*edits):
           eval_every_steps=10,
       ),
       rollout=config.RolloutConfig(slots=8, context_tokens=96),
+      harness=config.HarnessConfig(max_context_tokens=64),
   )
   return config_text.override(out, *edits)
 
@@ -70,6 +71,15 @@ class PlanTest(parameterized.TestCase):
     # Keys and values: layers, slots, kv heads, positions, width, f32.
     cache = 2 * 3 * 8 * 2 * 96 * 32 * 4
     self.assertRegex(text, rf'KV cache +{cache / 2**20:,.1f} MiB')
+
+  @parameterized.parameters(
+      ('midtrain.rows_per_step=3', r'rows_per_step=3: .* mesh.data=2'),
+      ('rl.rows_per_batch=0', r'rl.rows_per_batch=0: must be a positive'),
+      ('warmup.tokens_per_row=80', r'warmup.tokens_per_row=80: .* of 32'),
+  )
+  def test_refuses_shapes_that_cannot_be_cut(self, edit, message):
+    with self.assertRaisesRegex(ValueError, message):
+      plan.text(_experiment(edit))
 
 
 if __name__ == '__main__':

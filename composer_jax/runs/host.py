@@ -30,6 +30,18 @@ T = TypeVar('T')
 Feed = feed_lib.WeightFeed | feed_lib.FixedFeed
 
 
+def isolation() -> str:
+  """Which sandbox this machine gives, for people.
+
+  Raises:
+    ValueError: none that is safe; says what to install.
+  """
+  level = sandbox.describe()
+  if level.name == 'none':
+    raise ValueError(f'no sandbox for model-written code: {level.reason}')
+  return f'{level.name} ({level.reason})'
+
+
 class BusyClock:
   """Seconds during which at least one of many coroutines was inside."""
 

@@ -31,6 +31,7 @@ from composer_jax.runs import evaluate
 from composer_jax.runs import host as host_lib
 from composer_jax.runs import midtrain
 from composer_jax.runs import offline
+from composer_jax.runs import plan
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
@@ -102,9 +103,11 @@ def open_run(
   """Reads the corpus, fits or reads the tokenizer, opens the metrics.
 
   Raises:
-    ValueError: there is no corpus, or the loss returns a wrong shape.
+    ValueError: no corpus, a loss that returns a wrong shape, or as
+      `plan.check`.
   """
   step.check_loss(cfg.loss)
+  plan.check(cfg)
   code = corpus.load(cfg.corpus)
   tokenizer = _tokenizer(cfg, code, workdir / 'tokenizer.json')
   renderer = renderer_lib.CompactRenderer(tokenizer)

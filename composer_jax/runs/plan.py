@@ -15,10 +15,36 @@ import jax
 from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from kernels_triton import contract
+
+
+def check(cfg: config.Experiment) -> None:
+  """Refuses shapes that the mesh or the attention kernel cannot cut.
+
+  Raises:
+    ValueError: names the field, its value and what it must be.
+  """
+  for name, (rows, tokens) in _shapes(cfg).items():
+    field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
+    if rows < 1 or rows % cfg.mesh.data:
+      raise ValueError(
+          f'{name}.{field}={rows}: must be a positive multiple of'
+          f' mesh.data={cfg.mesh.data}, which splits the rows'
+      )
+    if tokens < 1 or tokens % contract.KEY_BLOCK:
+      raise ValueError(
+          f'{name}.tokens_per_row={tokens}: must be a positive multiple of'
+          f' {contract.KEY_BLOCK}, the attention key block'
+      )
 
 
 def text(cfg: config.Experiment) -> str:
-  """Returns the plan: work, batch arithmetic, memory, shapes to compile."""
+  """Returns the plan: work, batch arithmetic, memory, shapes to compile.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  check(cfg)
   sections = (
       ('Model', _model(cfg)),
       ('Work', _work(cfg)),
