@@ -25,7 +25,6 @@ def _work(run) -> bool:
   _, complete = pipeline.reinforcement(run, state)
   if not complete:
     return False
-  print('auditing a sample of the trajectories, writing the report')
   figures = summary.build(run)
   for name in ('sampled', 'greedy'):
     pair = figures[f'heldout_pass1_{name}']

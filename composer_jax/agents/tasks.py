@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
+import random
 from typing import Any, Protocol
 
 
@@ -69,6 +70,12 @@ class TaskSource(Protocol):
 
   def fingerprint(self, task: Task) -> str:
     """Returns a hash of the instance; equal means "the same problem"."""
+
+  def demo(self, task: Task, rng: random.Random) -> list[Any]:
+    """Returns tool calls (`tools`) in the right form, never a right answer."""
+
+  def chance(self, task: Task) -> float:
+    """Returns the probability that one random legal answer is right."""
 
 
 def digest(files: Mapping[str, str], cases: tuple[Case, ...]) -> str:

@@ -7,7 +7,7 @@ and compares every sampled token's log-prob and expert choice, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import pathlib
 
@@ -21,7 +21,7 @@ from composer_jax.runs import feed
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 
-_VERSIONS = 24  # rebuilt at most; each replays the chain from its base
+VERSIONS = 24  # rebuilt at most; each replays the chain from its base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ def run(
     workdir: pathlib.Path,
     url: str,
     mesh: jax.sharding.Mesh,
+    ended: Callable[[], None] = lambda: None,
 ) -> Audit:
   """Audits the single-version trajectories that a run kept.
 
@@ -63,13 +64,14 @@ def run(
     workdir: with `trajectories/`.
     url: of the weight store.
     mesh: the trainer's.
+    ended: called after every version, of which there are at most `VERSIONS`.
   """
   by_version: dict[int, list[trace.Trajectory]] = {}
   for t in _kept(workdir / 'trajectories'):
     if len(t.weights) == 1:
       by_version.setdefault(next(iter(t.weights)), []).append(t)
   order = sorted(by_version)
-  spread = np.linspace(0, len(order) - 1, min(_VERSIONS, len(order)))
+  spread = np.linspace(0, len(order) - 1, min(VERSIONS, len(order)))
   chosen = [order[i] for i in sorted({round(x) for x in spread})]
   follower = follow.Follower(url)
   count = tokens = differences = mismatches = 0
@@ -91,4 +93,5 @@ def run(
         recorded = segment.routing.experts[:-1]
         differences += int((recorded != routing[: len(recorded)]).sum())
     count += len(trajectories)
+    ended()
   return Audit(count, tokens, len(chosen), worst, differences, mismatches)

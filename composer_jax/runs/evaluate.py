@@ -59,13 +59,16 @@ def chances(cfg: config.Experiment, split: str) -> np.ndarray:
 
 
 def disjoint(
-    cfg: config.Experiment, seen: dict[str, Sequence[int]]
+    cfg: config.Experiment,
+    seen: dict[str, Sequence[int]],
+    ended: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
   """Checks that no evaluation task was seen in training.
 
   Args:
     cfg: the experiment.
     seen: split -> indices drawn from it ('warmup', 'train').
+    ended: called after every task of `seen`.
 
   Returns:
     Number of distinct fingerprints per split.
@@ -74,8 +77,13 @@ def disjoint(
     ValueError: an evaluation task is among them.
   """
   source = cfg.tasks
+
+  def fingerprint(split: str, index: int) -> str:
+    ended()
+    return source.fingerprint(source.task(index, split))
+
   prints = {
-      split: {source.fingerprint(source.task(i, split)) for i in indices}
+      split: {fingerprint(split, i) for i in indices}
       for split, indices in seen.items()
   }
   counts = {split: len(p) for split, p in prints.items()}

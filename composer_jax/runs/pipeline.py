@@ -223,6 +223,7 @@ def reinforcement(
   )
   host = host_lib.RolloutHost(cfg, run.store, run.renderer, device=run.decoder)
   with host:
+    print('compiling the decode programs; later runs find them cached')
     host.engine.warmup()
     state, _, complete = offline.run(
         cfg,

@@ -6,8 +6,10 @@ a run that was killed and resumed sums up like one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import resource
@@ -20,6 +22,7 @@ from composer_jax.runs import audit as audit_lib
 from composer_jax.runs import evaluate
 from composer_jax.runs import feed
 from composer_jax.runs import pipeline
+from composer_jax.runs import progress
 from composer_jax.weights import follow
 
 Records = dict[str, dict[int, dict[str, Any]]]
@@ -85,6 +88,16 @@ def _weights(rl) -> dict[str, float]:
   }
 
 
+@contextlib.contextmanager
+def _counted(
+    total: int, unit: str, label: str
+) -> Generator[Callable[[], None]]:
+  """Progress bar that moves by one whenever the yielded function is called."""
+  done = itertools.count(1)
+  with progress.Progress(total, unit, label=label) as bar:
+    yield lambda: bar.update(next(done))
+
+
 def _same_version_tokens(rl) -> int:
   """Trained tokens that ran, prompt included, on the trainer's own version."""
   share = _series(rl, 'mismatch/same_version_share')
@@ -108,9 +121,12 @@ def build(run: pipeline.Run) -> dict[str, Any]:
   """
   records = read_metrics(run.workdir / 'metrics.jsonl')
   rl, evals = records['rl'], records['eval']
-  audit = audit_lib.run(run.cfg, run.workdir, run.store, run.mesh)
+  with _counted(audit_lib.VERSIONS, 'version', 'audit') as ended:
+    audit = audit_lib.run(run.cfg, run.workdir, run.store, run.mesh, ended)
   seen = pipeline.seen(run)
-  counts = evaluate.disjoint(run.cfg, seen)
+  total = sum(map(len, seen.values()))
+  with _counted(total, 'task', 'train and held-out tasks differ') as ended:
+    counts = evaluate.disjoint(run.cfg, seen, ended)
   same = _series(rl, 'mismatch/kl_same_version')
   trained = _series(rl, 'time/train')
   summary = {
