@@ -5,19 +5,16 @@ import json
 import pathlib
 import random
 import re
-import runpy
 import shlex
+import subprocess
 import sys
 import tempfile
 from unittest import mock
 
-from absl import flags as absl_flags
 from absl.testing import absltest
 from composer_jax import trace
 from composer_jax.agents import tools
 from composer_jax.runs import evaluate
-from composer_jax.runs import plan
-from experiments import flags
 from tests import small_run
 
 _README = (small_run.ROOT / 'README.md').read_text()
@@ -49,30 +46,17 @@ def experiment():
 """
 
 
-def _read(command: str) -> str | None:
-  """Reads a command line as its binary does; returns the plan of a run."""
-  _, _, module, *arguments = shlex.split(command)
-  known = set(absl_flags.FLAGS)
-  shown = []
-
-  def parse(main):
-    del main  # It would do what the command says.
-    absl_flags.DEFINE_bool('traceback', False, '')
-    rest = absl_flags.FLAGS(sys.argv)[1:]
-    if rest:
-      raise ValueError(f'{rest}: not a flag')
-    if 'config' in absl_flags.FLAGS:
-      shown.append(plan.text(flags.experiment()))
-
-  try:
-    with (
-        mock.patch.object(sys, 'argv', [module, *arguments]),
-        mock.patch.object(flags, 'run', parse),
-    ):
-      runpy.run_module(module, run_name='__main__')
-  finally:
-    absl_flags.FLAGS.remove_flag_values(set(absl_flags.FLAGS) - known)
-  return shown[0] if shown else None
+def _read(command: str) -> subprocess.CompletedProcess[str]:
+  """Reads a command line as its binary does; prints the plan of a run."""
+  _, _, *arguments = shlex.split(command)
+  return subprocess.run(
+      [sys.executable, '-m', 'tests.read_command', *arguments],
+      capture_output=True,
+      text=True,
+      cwd=small_run.ROOT,
+      env=small_run.environment(),
+      check=False,
+  )
 
 
 class ReadmeTest(absltest.TestCase):
@@ -154,15 +138,16 @@ class ReadmeTest(absltest.TestCase):
   def _check(self, command):
     for name in _EXAMPLES:
       command = command.replace(f'={name}', f'={self.folder / name}')
-    text = _read(command)
+    done = _read(command)
+    self.assertEqual(done.returncode, 0, done.stderr)
     if '--set=loss.width' in command:
-      self.assertIn('SoftClip(width=0.2)', text)
+      self.assertIn('SoftClip(width=0.2)', done.stdout)
 
   def test_a_wrong_command_would_be_seen(self):
-    with self.assertRaisesRegex(absl_flags.Error, 'wrkdir'):
-      _read('python3 -m experiments.rl --wrkdir=/tmp/x')
-    with self.assertRaisesRegex(ValueError, 'stepz'):
-      _read('python3 -m experiments.rl --workdir=/tmp/x --set=rl.stepz=1')
+    for wrong in ('--wrkdir=/tmp/x', '--workdir=/tmp/x --set=rl.stepz=1'):
+      done = _read(f'python3 -m experiments.rl {wrong}')
+      self.assertNotEqual(done.returncode, 0)
+      self.assertRegex(done.stderr, 'wrkdir|stepz')
 
   def test_ci_runs_the_two_commands(self):
     script = (small_run.ROOT / '.ci' / 'run').read_text()
