@@ -90,7 +90,7 @@ class InspectTest(parameterized.TestCase):
         ],
     )
     self.assertEqual([r[3] for r in rows], ['base'] + ['0.50%'] * 3)
-    self.assertIn('D2 50%, same 50%', text)
+    self.assertIn('E 50%, same 50%', text)
     for row, p in zip(rows, published, strict=True):
       self.assertEqual(row[-2], p.version.digest[:12])
 

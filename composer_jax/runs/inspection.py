@@ -22,7 +22,6 @@ from composer_jax.weights import codec
 from composer_jax.weights import layout
 from composer_jax.weights import store as store_lib
 
-_CODECS = {codec.RAW: 'raw', codec.D2: 'D2', codec.XOR: 'xor'}
 _MARKS = {
     True: text.Text('ok', 'green'),
     False: text.Text('FAILED', 'red'),
@@ -76,7 +75,9 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
 def _codec_mix(rows) -> str:
   """Share of the tiles by how they travel."""
   names = [
-      _CODECS.get(int(r['codec']), f'#{r["codec"]}') if r['length'] else 'same'
+      codec.NAMES.get(int(r['codec']), f'#{r["codec"]}')
+      if r['length']
+      else 'same'
       for r in rows
   ]
   parts = (f'{k} {names.count(k) / len(names):.0%}' for k in sorted({*names}))
