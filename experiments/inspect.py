@@ -55,11 +55,11 @@ def _run(out: console.Console) -> None:
 
 def _weights(out: console.Console) -> int:
   from composer_jax.runs import inspection
-  from composer_jax.weights import store
+  from composer_jax.weights import records
 
   try:
     table = inspection.weights(absl_flags.FLAGS.store, absl_flags.FLAGS.verify)
-  except store.StoreError as error:
+  except records.StoreError as error:
     print(f'inspect: damaged store: {error}', file=sys.stderr)
     return 1
   out.print(table)

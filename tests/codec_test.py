@@ -285,9 +285,11 @@ class StepsTest(absltest.TestCase):
   )
   @_small
   def test_sum_of_steps_is_the_step_over_all(self, versions):
-    total = steps.NONE
-    for old, new in zip(versions, versions[1:], strict=False):
-      total = steps.compose(total, steps.between(old, new))
+    parts = [
+        steps.between(old, new)
+        for old, new in zip(versions, versions[1:], strict=False)
+    ]
+    total = steps.compose(parts, versions[0].size)
     direct = steps.between(versions[0], versions[-1])
     for a, b in zip(total, direct, strict=True):
       np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from composer_jax import config
 from composer_jax.runs import inspection
 from composer_jax.weights import publish
-from composer_jax.weights import store
+from composer_jax.weights import records
 import ml_dtypes
 import numpy as np
 from rich import console
@@ -101,7 +101,7 @@ class InspectTest(parameterized.TestCase):
     data[-1] ^= 1
     segment.write_bytes(data)
     inspection.weights(str(self.folder))  # not looked at
-    with self.assertRaisesRegex(store.StoreError, '1-2'):
+    with self.assertRaisesRegex(records.StoreError, '1-2'):
       inspection.weights(str(self.folder), verify=True)
     out = _inspect('weights', f'--store={self.folder}', '--verify')
     self.assertEqual(out.returncode, 1)

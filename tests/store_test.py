@@ -17,6 +17,7 @@ from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 from composer_jax.weights import publish
+from composer_jax.weights import records
 from composer_jax.weights import store
 
 # seg and idx of the delta, seg and idx of the base, manifest, LATEST.
@@ -237,7 +238,7 @@ class StoreTest(parameterized.TestCase):
       def swap(self, key, data, generation):
         return super().swap(key, data, self.read(key)[2])
 
-    with self.assertRaisesRegex(store.StoreError, 'not honored'):
+    with self.assertRaisesRegex(records.StoreError, 'not honored'):
       publish.Publisher('', _EVERY, 'a', store=Careless(self.url))
 
   def test_memory_store(self):

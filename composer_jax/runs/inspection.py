@@ -20,6 +20,7 @@ from composer_jax.dashboard import report
 from composer_jax.runs import progress
 from composer_jax.weights import codec
 from composer_jax.weights import layout
+from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 _MARKS = {
@@ -86,8 +87,8 @@ def _codec_mix(rows) -> str:
 
 def _replay(
     store: store_lib.Store,
-    manifest: store_lib.Manifest,
-    edge: store_lib.Edge,
+    manifest: records.Manifest,
+    edge: records.Edge,
     named: dict,
 ) -> None:
   """Applies an edge in place, deriving every digest it claims once more.
@@ -99,18 +100,17 @@ def _replay(
   for row, payload in store.payloads(edge, rows):
     tile = int(row['tile'])
     old = table.read(named, tile)
-    if not edge.base and codec.digest(old) != row['pre'].tobytes():
-      raise store_lib.StoreError(
-          f'{edge.index.key}: tile {tile} starts elsewhere'
-      )
+    if (
+        edge.origin is not None
+        and codec.digest(old)[:8] != row['pre'].tobytes()
+    ):
+      raise records.StoreError(f'{edge.name}: tile {tile} starts elsewhere')
     new = codec.apply(int(row['codec']), payload, old)
     if codec.digest(new) != row['post'].tobytes():
-      raise store_lib.StoreError(
-          f'{edge.index.key}: tile {tile} ends elsewhere'
-      )
+      raise records.StoreError(f'{edge.name}: tile {tile} ends elsewhere')
     table.write(named, tile, new)
   if table.root(codec.digests(named, table)) != manifest.root:
-    raise store_lib.StoreError(f'version {manifest.version}: wrong root')
+    raise records.StoreError(f'version {manifest.version}: wrong root')
 
 
 def weights(url: str, verify: bool = False) -> rich_table.Table:
@@ -151,7 +151,7 @@ def weights(url: str, verify: bool = False) -> rich_table.Table:
   return out
 
 
-def _version(store: store_lib.Store, m: store_lib.Manifest) -> list[str]:
+def _version(store: store_lib.Store, m: records.Manifest) -> list[str]:
   """The cells of one version."""
   elements = sum(math.prod(p.shape) for p in m.table.params)
   full = sum(

@@ -223,6 +223,11 @@ def digest(words: np.ndarray | bytes) -> bytes:
   return xxhash.xxh3_128_digest(words)
 
 
+def check(payload: bytes | memoryview) -> bytes:
+  """xxh3-64 of stored bytes, against damage on their way."""
+  return xxhash.xxh3_64_digest(payload)
+
+
 def digests(named: Mapping[str, np.ndarray], table: layout.Table) -> np.ndarray:
   """Digest of every tile, uint8 [tiles 16]."""
   out = [digest(table.read(named, i)) for i in range(len(table.tiles))]

@@ -6,6 +6,7 @@ versions in a row are their sum, whatever the weights were.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +21,6 @@ class Steps(NamedTuple):
   step: np.ndarray  # u16 [changes], modulo 2**16
 
 
-NONE = Steps(np.empty(0, np.uint32), np.empty(0, np.uint16))
-
-
 def between(old: np.ndarray, new: np.ndarray) -> Steps:
   """The steps that lead from old to new, both uint16 [n]."""
   where = np.flatnonzero(old != new).astype(np.uint32)
@@ -30,14 +28,18 @@ def between(old: np.ndarray, new: np.ndarray) -> Steps:
   return Steps(where, step)
 
 
-def compose(first: Steps, second: Steps) -> Steps:
-  """The steps that have the effect of both, one after the other."""
-  where = np.union1d(first.where, second.where)
-  step = np.zeros(where.size, np.uint16)
-  for part in (first, second):
-    step[np.searchsorted(where, part.where)] += part.step
-  kept = step != 0
-  return Steps(where[kept], step[kept])
+def compose(parts: Sequence[Steps], words: int) -> Steps:
+  """The steps that have the effect of all, one after the other.
+
+  Args:
+    parts: of successive versions of a tile.
+    words: of the tile.
+  """
+  total = np.zeros(words, np.uint16)
+  for part in parts:
+    total[part.where] += part.step
+  where = np.flatnonzero(total).astype(np.uint32)
+  return Steps(where, total[where])
 
 
 def undo(new: np.ndarray, steps: Steps) -> np.ndarray:
