@@ -152,7 +152,7 @@ class HttpTest(absltest.TestCase):
       self.assertTrue(sample_weights.same(follower.poll()[1], named))
       want = {'embed': named['embed'][box]}
       self.assertTrue(sample_weights.same(part.poll()[1], want))
-    with self.assertRaises(Exception):
+    with self.assertRaisesRegex(NotImplementedError, "writing"):
       publish.Publisher(url, _CFG, 'b')
 
 

@@ -7,7 +7,7 @@ from absl.testing import absltest
 import sample_weights
 
 from composer_jax import config
-from composer_jax.runs import inspection
+from composer_jax.runs import stored_weights
 from composer_jax.weights import follow
 from composer_jax.weights import publish
 from composer_jax.weights import retain
@@ -53,7 +53,7 @@ class RetainTest(absltest.TestCase):
       self.assertTrue(sample_weights.same(got, self.named[step]))
     with self.assertRaisesRegex(follow.FollowError, 'never published'):
       follower.fetch(3)
-    self.assertLen(inspection.weights(self.url, verify=True).rows, 8)
+    self.assertLen(stored_weights.versions(self.url, verify=True).rows, 8)
 
   def test_grace_of_one_base(self):
     self._publish(0, 4)
