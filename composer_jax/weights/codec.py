@@ -137,9 +137,9 @@ def encode(
   Returns:
     The payload of the smaller of delta and raw.
   """
-  raw = new.tobytes()
+  values = new.nbytes // itemsize
   if old is None:
-    return Encoded(RAW, raw, new.nbytes // itemsize)
+    return Encoded(RAW, new.tobytes(), values)
   if new.dtype == np.uint16:
     payload, changed = _encode_words(codec, old, new)
   else:
@@ -149,8 +149,8 @@ def encode(
     payload = _pack(mask) if changed else b''
   if not changed:
     return unchanged(new)
-  if changed > raw_above * (new.nbytes // itemsize) or len(payload) >= len(raw):
-    return Encoded(RAW, raw, changed)
+  if changed > raw_above * values or len(payload) >= new.nbytes:
+    return Encoded(RAW, new.tobytes(), changed)
   return Encoded(codec, payload, changed)
 
 

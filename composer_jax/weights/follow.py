@@ -14,6 +14,7 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.weights import codec
 from composer_jax.weights import layout
+from composer_jax.weights import parallel
 from composer_jax.weights import records
 from composer_jax.weights import retain
 from composer_jax.weights import store as store_lib
@@ -238,21 +239,24 @@ class Follower:
       named: dict[str, np.ndarray],
   ) -> Sequence[int]:
     """Applies an edge in place; returns tiles that it does not fit."""
-    strange = []
-    for row, payload in self._store.payloads(edge, rows):
+
+    def apply(found: tuple[np.void, memoryview]) -> int | None:
+      row, payload = found
       tile, post = int(row['tile']), row['post'].tobytes()
       old = view.read(named, tile)
       if edge.origin is not None:
         now = codec.digest(old)
         if now == post:  # a repeated delta, or an unchanged tile
-          continue
+          return None
         if now[:8] != row['pre'].tobytes():
-          strange.append(tile)
-          continue
+          return tile
       new = codec.apply(int(row['codec']), payload, old)
       _check(new, row, edge)
       view.write(named, tile, new)
-    return strange
+      return None
+
+    results = parallel.ordered(apply, self._store.payloads(edge, rows))
+    return [tile for tile in results if tile is not None]
 
   def _repair(
       self,

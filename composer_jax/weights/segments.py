@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-import collections
-from concurrent import futures
+from collections.abc import Callable
 
 import numpy as np
 
 from composer_jax.weights import codec
+from composer_jax.weights import parallel
 from composer_jax.weights import records
 from composer_jax.weights import snapshot
 from composer_jax.weights import store as store_lib
-
-_ENCODE_THREADS = 4
 
 
 def write(
@@ -42,7 +39,9 @@ def write(
     written.append(store.put(key, bytes(buffer)))
     buffer.clear()
 
-  for i, (encoded, pre, post) in enumerate(_map(encode, len(rows))):
+  for i, (encoded, pre, post) in enumerate(
+      parallel.ordered(encode, range(len(rows)))
+  ):
     rows[i] = (
         tiles[i],
         len(written),
@@ -60,15 +59,3 @@ def write(
   flush()
   index = store.put(f'{prefix}.idx', rows.tobytes())
   return records.Part(index, tuple(written)), rows
-
-
-def _map(fn, count: int) -> Iterable:
-  """Ordered results of fn(0..count-1), a few of them ahead, on threads."""
-  with futures.ThreadPoolExecutor(_ENCODE_THREADS) as pool:
-    ahead = collections.deque()
-    for i in range(count):
-      ahead.append(pool.submit(fn, i))
-      if len(ahead) > 4 * _ENCODE_THREADS:
-        yield ahead.popleft().result()
-    while ahead:
-      yield ahead.popleft().result()
