@@ -323,6 +323,22 @@ class LayoutTest(parameterized.TestCase):
     grid = layout.grid((48, 128, 2048, 768), layout.TILE_ELEMENTS)
     self.assertEqual(grid, (48, 128, 4, 2))
 
+  @hypothesis.given(
+      st.lists(st.integers(1, 48), min_size=1, max_size=3), st.data()
+  )
+  @_small
+  def test_edges_of_boxes_are_cuts(self, shape, data):
+    axes = []
+    for dim in shape:
+      start = data.draw(st.integers(0, dim - 1))
+      axes.append(slice(start, data.draw(st.integers(start + 1, dim))))
+    named = {'x': np.zeros(shape, np.float32)}
+    tiles = data.draw(st.integers(1, 3000))
+    boxes = {'x': tuple(axes)}
+    table = layout.Table.of(named, tiles, [boxes])
+    grown = layout.View.covering(table, boxes).boxes
+    self.assertEqual(grown, boxes)
+
   def test_root_depends_on_everything(self):
     a = np.zeros((4, 6), ml_dtypes.bfloat16)
     minus = a.copy()

@@ -17,7 +17,7 @@ from composer_jax.weights import store
 
 _SHAPES = {'embed': (64, 32), 'w_up': (2, 4, 32, 64), 'norm': (2, 32)}
 _CFG = config.WeightsConfig(
-    tile_elements=64, base_every_versions=5, skip_every_versions=2
+    tile_elements=512, base_every_versions=5, skip_every_versions=2
 )
 
 
@@ -50,6 +50,11 @@ _TENSOR = _boxes(4, {'embed': 1, 'w_up': 3, 'norm': None})
 def _versions(count):
   for named in sample_weights.versions(count, shapes=_SHAPES, lr=1e-6):
     yield {name: named[name] for name in _SHAPES}
+
+
+def _root(named, boxes):
+  table = layout.Table.of(named, 512, boxes)
+  return table.root(codec.digests(named, table))
 
 
 class Trainer:
@@ -110,7 +115,7 @@ class WritersTest(parameterized.TestCase):
     for step, named in enumerate(self.named[:4]):
       versions = {d.version for d in trainer.publish(step, named)}
       self.assertLen(versions, 1)
-      self.assertEqual(versions.pop().digest, codec.root(named, 64))
+      self.assertEqual(versions.pop().digest, _root(named, trainer.boxes))
       for follower, boxes in zip(hosts, meshes[host], strict=True):
         version, got = follower.poll()
         self.assertEqual(version.step, step)
@@ -160,13 +165,15 @@ class WritersTest(parameterized.TestCase):
 
   def test_resume(self):
     Trainer(self.url, _FSDP, self.named[0]).publish(3, self.named[0])
-    again = Trainer(self.url, _EXPERTS, self.named[0])
+    again = Trainer(self.url, _FSDP, self.named[0])
     version = {v for v in again.resume(self.named[0], 3)}
     self.assertEqual({v.step for v in version}, {3})
     done = again.publish(4, self.named[1])
     self.assertEqual({d.base_bytes for d in done}, {0})
-    older = Trainer(self.url, _TENSOR, self.named[0])
-    self.assertEqual({v.step for v in older.resume(self.named[0], 3)}, {5})
+    # An older checkpoint, and one on another mesh: a base each.
+    self.assertEqual({v.step for v in again.resume(self.named[0], 3)}, {5})
+    other = Trainer(self.url, _TENSOR, self.named[0])
+    self.assertEqual({v.step for v in other.resume(self.named[0], 3)}, {6})
     got = follow.Follower(self.url).poll()[1]
     self.assertTrue(sample_weights.same(got, self.named[0]))
 

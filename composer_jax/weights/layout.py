@@ -23,7 +23,11 @@ TILE_ELEMENTS = 262_144
 Box = tuple[slice, ...]
 
 
-def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
+def grid(
+    shape: tuple[int, ...],
+    tile_elements: int,
+    first: Sequence[int] | None = None,
+) -> tuple[int, ...]:
   """Number of parts that every axis is cut into.
 
   Leading axes (layers, experts) are cut first and evenly, so that an expert's
@@ -33,11 +37,13 @@ def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
   Args:
     shape: shape of the array, () included.
     tile_elements: largest wanted number of values in a tile.
+    first: parts to begin with, divisors of the shape; every cut between them
+      stays one. By default one part.
 
   Returns:
     Parts per axis; the cut points of an axis are `i * dim // parts`.
   """
-  parts = [1] * len(shape)
+  parts = list(first or [1] * len(shape))
   if 0 in shape:
     return tuple(parts)
 
@@ -48,9 +54,10 @@ def grid(shape: tuple[int, ...], tile_elements: int) -> tuple[int, ...]:
     return math.prod(edge(axis) for axis in range(len(shape)))
 
   for axis in range(len(shape) - 2):
-    need = -(-size() // tile_elements)
-    dim = shape[axis]
-    parts[axis] = next((p for p in range(need, dim) if dim % p == 0), dim)
+    begin, dim = parts[axis], shape[axis]
+    need = begin * -(-size() // tile_elements)
+    even = (p for p in range(need, dim, begin) if dim % p == 0)
+    parts[axis] = next(even, dim)
   while size() > tile_elements:
     axis = max(range(len(shape))[-2:], key=edge)
     parts[axis] = min(2 * parts[axis], shape[axis])
@@ -82,15 +89,27 @@ class Table:
   params: tuple[Param, ...]
 
   @classmethod
-  def of(cls, named: Mapping[str, np.ndarray], tile_elements: int) -> Table:
-    """The table of arrays by name; works on anything with shape and dtype."""
+  def of(
+      cls,
+      named: Mapping[str, np.ndarray],
+      tile_elements: int,
+      boxes: Sequence[Mapping[str, Box]] = (),
+  ) -> Table:
+    """The table of arrays by name; works on anything with shape and dtype.
+
+    The edges of `boxes`, what processes have of the arrays, are cuts as well.
+    """
     return cls(
         tuple(
             Param(
                 name,
                 tuple(map(int, a.shape)),
                 str(a.dtype),
-                grid(tuple(a.shape), tile_elements),
+                grid(
+                    tuple(a.shape),
+                    tile_elements,
+                    _cuts(a.shape, [b[name] for b in boxes if name in b]),
+                ),
             )
             for name, a in sorted(named.items())
         )
@@ -242,11 +261,21 @@ def owners(views: Sequence[View]) -> np.ndarray:
   if not count.all():
     name, block = views[0].tiles[int(np.argmin(count))]
     raise ValueError(
-        f'{name}{list(block)}: no process has all of this tile; use smaller'
-        ' tiles, or shards whose edges are multiples of dim / 16'
+        f'{name}{list(block)}: no process has this tile; the boxes of all'
+        ' processes have to cover every array'
     )
   turn = np.arange(count.size) % count
   return np.argmax(np.cumsum(have, axis=0) > turn, axis=0)
+
+
+def _cuts(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
+  """The fewest even parts of every axis that have all edges of the boxes."""
+  parts = []
+  for axis, dim in enumerate(shape):
+    edges = {e for box in boxes for e in (box[axis].start, box[axis].stop)}
+    common = math.gcd(dim, *edges)
+    parts.append(dim // common if common else 1)
+  return parts
 
 
 def _grown(dim: int, parts: int, wanted: slice) -> slice:

@@ -278,10 +278,11 @@ class Publisher:
   def _layout(self, named) -> tuple[layout.View, np.ndarray]:
     """What this process has, and the owner of every tile."""
     arrays = self._writers.arrays if self._writers else named
-    table = layout.Table.of(arrays, self._cfg.tile_elements)
-    if not self._writers:
+    boxes = self._writers.boxes if self._writers else ()
+    table = layout.Table.of(arrays, self._cfg.tile_elements, boxes)
+    if not boxes:
       return layout.whole(table), np.zeros(len(table.tiles), np.int64)
-    views = [layout.View(table.params, b) for b in self._writers.boxes]
+    views = [layout.View(table.params, b) for b in boxes]
     return views[self._me], layout.owners(views)
 
   def _settle(self) -> None:
