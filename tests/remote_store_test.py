@@ -28,7 +28,7 @@ _CFG = config.WeightsConfig(
 )
 
 
-class _Files(server.SimpleHTTPRequestHandler):
+class Files(server.SimpleHTTPRequestHandler):
   """A static server that can do what any real one can: ranges."""
 
   def do_GET(self):
@@ -136,7 +136,7 @@ class HttpTest(absltest.TestCase):
 
   def test_read_only_over_http(self):
     folder = self.create_tempdir().full_path
-    handler = functools.partial(_Files, directory=folder)
+    handler = functools.partial(Files, directory=folder)
     http = server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     self.addCleanup(http.server_close)
@@ -152,7 +152,7 @@ class HttpTest(absltest.TestCase):
       self.assertTrue(sample_weights.same(follower.poll()[1], named))
       want = {'embed': named['embed'][box]}
       self.assertTrue(sample_weights.same(part.poll()[1], want))
-    with self.assertRaisesRegex(NotImplementedError, "writing"):
+    with self.assertRaisesRegex(NotImplementedError, 'writing'):
       publish.Publisher(url, _CFG, 'b')
 
 

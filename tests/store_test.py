@@ -128,6 +128,29 @@ class StoreTest(parameterized.TestCase):
     self.assertTrue(sample_weights.same(got, named[2]))
     self.assertEqual(follower.digest_mismatches, 0)
 
+  @parameterized.parameters(*_POINTS[:-1])
+  def test_failing_store_with_skips(self, point):
+    """Steps of a version that never came do not enter the next skip."""
+    cfg = config.WeightsConfig(tile_elements=512, skip_every_versions=2)
+    dying = sample_weights.DyingStore(self.url)
+    publisher = publish.Publisher('', cfg, 'a', store=dying)
+    named = list(sample_weights.versions(6, lr=1e-6))
+    behind = follow.Follower(self.url)
+    publisher.publish(0, named[0])
+    behind.poll()
+    publisher.publish(1, named[1])
+    dying.arm(point)
+    with self.assertRaisesRegex(OSError, 'unreachable'):
+      publisher.publish(2, named[2])
+    dying.left = None
+    done = publisher.publish(3, named[3])
+    self.assertGreater(done.skip_bytes, 0)
+    self.assertTrue(sample_weights.same(behind.poll()[1], named[3]))
+    publisher.publish(4, named[4])
+    self.assertGreater(publisher.publish(5, named[5]).skip_bytes, 0)
+    self.assertTrue(sample_weights.same(behind.poll()[1], named[5]))
+    self.assertEqual(behind.digest_mismatches, 0)
+
   def test_swap_without_any_answer(self):
     """The swap lands, and the store is then gone for a while."""
     dying = sample_weights.DyingStore(self.url)

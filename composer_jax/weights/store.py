@@ -59,12 +59,21 @@ class Store:
 
   def put(self, key: str, data: bytes) -> records.Blob:
     """Writes a new object."""
-    self._kv.write(key, data).result()
+    self._done(key, self._kv.write(key, data))
     return records.Blob(key, len(data), hashlib.sha256(data).hexdigest())
+
+  def _done(self, key: str, future: ts.Future):
+    """The result of a request, or an error that names its object."""
+    try:
+      return future.result()
+    except ValueError as e:
+      if 'OUT_OF_RANGE' in str(e):
+        raise records.StoreError(f'{self.url}{key}: truncated; {e}') from e
+      raise OSError(f'{self.url}{key}: {e}; is the store in reach?') from e
 
   def delete(self, key: str) -> None:
     """Removes an object; nothing happens if it is not there."""
-    self._kv.write(key, None).result()
+    self._done(key, self._kv.write(key, None))
 
   def list(self, prefix: str) -> list[str]:
     """The keys that start with a prefix."""
@@ -74,13 +83,14 @@ class Store:
 
   def swap(self, key: str, data: bytes, generation: bytes) -> bytes:
     """Writes only over `generation`; returns the new one, b'' if it lost."""
-    return self._kv.write(key, data, if_equal=generation).result().generation
+    write = self._kv.write(key, data, if_equal=generation)
+    return self._done(key, write).generation
 
   def read(
       self, key: str, if_not_equal: bytes | None = None
   ) -> tuple[str, bytes, bytes]:
     """State ('value', 'missing', 'unspecified'), value and generation."""
-    r = self._kv.read(key, if_not_equal=if_not_equal).result()
+    r = self._done(key, self._kv.read(key, if_not_equal=if_not_equal))
     return r.state, r.value, r.stamp.generation
 
   def get(self, blob: records.Blob) -> bytes:
@@ -264,10 +274,7 @@ class Store:
     first = int(run[0]['offset'])
     data = b''
     if read is not None:
-      try:
-        result = read.result()
-      except ValueError as e:  # a range beyond the end of the object
-        raise records.StoreError(f'{self.url}{key}: truncated; {e}') from e
+      result = self._done(key, read)
       if result.state != 'value':
         raise records.StoreError(
             f'{self.url}{key}: missing; restore it from a copy'

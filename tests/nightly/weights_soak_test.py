@@ -3,7 +3,9 @@
 Run with `pytest tests/nightly/weights_soak_test.py`.
 """
 
+import functools
 import gc
+from http import server
 import pathlib
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from composer_jax.weights import follow
 from composer_jax.weights import publish
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import remote_store_test  # noqa: E402
 import sample_weights  # noqa: E402
 
 _MB = 1 << 20
@@ -111,6 +114,35 @@ class SoakTest(absltest.TestCase):
     print(sizes)
     self.assertLess(max(sizes.values()), limit, sizes)
     self.assertEqual(follower.version.digest, codec.root(named))
+
+
+class AwayTest(absltest.TestCase):
+
+  def test_store_that_is_away_for_a_while(self):
+    """An error that names it, the old version meanwhile, then the new one."""
+    folder = self.create_tempdir().full_path
+    handler = functools.partial(remote_store_test.Files, directory=folder)
+    http = server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    address = http.server_address
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    publisher = publish.Publisher(
+        f'file://{folder}/', config.WeightsConfig(tile_elements=512), 'a'
+    )
+    named = list(sample_weights.versions(3))
+    publisher.publish(0, named[0])
+    follower = follow.Follower(f'http://127.0.0.1:{address[1]}/')
+    first, _ = follower.poll()
+    publisher.publish(1, named[1])
+    http.shutdown()
+    http.server_close()
+    with self.assertRaisesRegex(follow.FollowError, 'LATEST'):
+      follower.poll()
+    self.assertEqual(follower.version, first)
+    http = server.ThreadingHTTPServer(address, handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    self.addCleanup(http.server_close)
+    self.addCleanup(http.shutdown)
+    self.assertTrue(sample_weights.same(follower.poll()[1], named[1]))
 
 
 if __name__ == '__main__':
