@@ -70,7 +70,8 @@ def run(
   for t in _kept(workdir / 'trajectories'):
     if len(t.weights) == 1:
       by_version.setdefault(next(iter(t.weights)), []).append(t)
-  order = sorted(by_version)
+  # Old versions are collected in a long run; what is left is audited.
+  order = sorted(feed.stored_versions(url) & set(by_version))
   spread = np.linspace(0, len(order) - 1, min(VERSIONS, len(order)))
   chosen = [order[i] for i in sorted({round(x) for x in spread})]
   follower = follow.Follower(url)

@@ -17,6 +17,7 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.model import params as params_lib
 from composer_jax.weights import follow
+from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 _POLL_SECONDS = 0.02
@@ -31,6 +32,13 @@ def decode_params(named: Mapping[str, np.ndarray]) -> params_lib.Params:
   return params_lib.from_names(
       {name: array.astype(np.float32) for name, array in named.items()}
   )
+
+
+def stored_versions(url: str) -> set[int]:
+  """Steps of the versions that the store still holds."""
+  store = store_lib.Store(url)
+  link, _ = store.latest()
+  return set() if link is None else {at.version for at, _ in store.history(link)}
 
 
 class WeightFeed:
@@ -135,7 +143,7 @@ class FixedFeed:
           f' {len(found)} versions from {min(found)} to {max(found)}'
       )
     named = follow.Follower(url, store=store).fetch(step)
-    self.first = store_lib.weight_version(found[step]), decode_params(named)
+    self.first = records.weight_version(found[step]), decode_params(named)
     self.newest = step
 
   def refresh(self) -> None:

@@ -17,6 +17,7 @@ import uuid
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tokenizers
 
 from composer_jax import config
@@ -189,6 +190,16 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
     if not complete:
       return state, False
   return state, True
+
+
+def warm_arrays(run: Run) -> dict[str, np.ndarray]:
+  """The arrays that RL started from, as they were published."""
+  tx = run.cfg.warmup_optimizer.build()
+  blank = step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
+  saver = checkpoint.Checkpointer(run.workdir / 'checkpoints' / 'warmup')
+  _, state, _ = saver.restore(blank)
+  saver.close()
+  return offline.published_arrays(state.params)
 
 
 def reinforcement(

@@ -182,12 +182,16 @@ def build(run: pipeline.Run) -> dict[str, Any]:
 
 
 def _showcase(run: pipeline.Run, evals) -> dict[str, Any]:
-  follower = follow.Follower(run.store)
-  weights, sides = {}, {}
-  for side, at in (('before', min(evals)), ('after', max(evals))):
-    version = int(evals[at]['eval/version'])
-    weights[side] = feed.decode_params(follower.fetch(version))
-    sides[side] = pipeline.load_showcase(run.workdir, at)
+  newest = int(evals[max(evals)]['eval/version'])
+  weights = {
+      # Not from the store: a long run has collected its first version.
+      'before': feed.decode_params(pipeline.warm_arrays(run)),
+      'after': feed.decode_params(follow.Follower(run.store).fetch(newest)),
+  }
+  sides = {
+      side: pipeline.load_showcase(run.workdir, at)
+      for side, at in (('before', min(evals)), ('after', max(evals)))
+  }
   return evaluate.showcase_record(
       run.cfg, run.renderer, sides, weights, run.mesh
   )
