@@ -46,7 +46,9 @@ setuptools.setup(
         'fleet': ['nats-py'],
         'peers': ['openai', 'torch==2.13.0', 'transformers'],
         'test': [
+            'boto3',
             'hypothesis',
+            'moto[server]==5.*',
             'pyink==26.*',
             'pyrefly==1.*',
             'pytest',

@@ -125,6 +125,8 @@ class EvalConfig:
 class WeightsConfig:
   tile_elements: int = 262_144
   base_every_versions: int = 100
+  skip_every_versions: int = 8
+  keep_bases: int = 2
   raw_above_changed_fraction: float = 0.9
 
 

@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments import flags as binary
 
-_SUITES = ('train', 'decode')
+_SUITES = ('train', 'decode', 'weights')
 _PACKAGES = ('jax', 'jaxlib', 'torch', 'transformers')
 
 _SUITE = flags.DEFINE_enum('suite', 'train', _SUITES, 'What to measure.')
@@ -74,6 +74,9 @@ def main() -> None:
     print("no peer to compare with: pip install -e '.[peers]'")
   if _JSON.value:
     write(_JSON.value, _SUITE.value, before, results)
+    if hasattr(suite, 'plot'):
+      picture = pathlib.Path(_JSON.value).with_suffix('.svg')
+      picture.write_text(suite.plot(results))
 
 
 if __name__ == '__main__':

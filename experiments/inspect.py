@@ -2,20 +2,24 @@
 
   python3 -m experiments.inspect run --workdir=DIR
   python3 -m experiments.inspect weights --store=URL [--verify]
+  python3 -m experiments.inspect weights --store=URL --diff=A --diff=B
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
 
 run: result, claims and latest figures; builds DIR/report.html anew.
-weights: a line for every published version; --verify rebuilds them all.
+weights: a line for every published version; --verify rebuilds them all;
+two --diff compare versions, by array and by size of step, and plot it as SVG.
 trajectory: the list of those kept, or one of them with its text.
 """
 
+import functools
 import pathlib
 import sys
 
 from absl import flags as absl_flags
 from experiments import flags
 from rich import console
+from rich import progress as rich_progress
 
 _COMMANDS = ('run', 'weights', 'trajectory')
 
@@ -35,6 +39,10 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_bool(
         'verify', False, 'Rebuilds every version, derives every digest anew.'
     )
+    absl_flags.DEFINE_multi_integer(
+        'diff', [], 'Twice: the versions to compare.'
+    )
+    absl_flags.DEFINE_string('plot', None, 'SVG file to plot the diff to.')
   elif command == 'trajectory':
     absl_flags.DEFINE_string('workdir', None, 'Directory of the run.')
     absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
@@ -54,12 +62,31 @@ def _run(out: console.Console) -> None:
 
 
 def _weights(out: console.Console) -> int:
-  from composer_jax.runs import inspection
-  from composer_jax.weights import store
+  from composer_jax.runs import stored_weights
+  from composer_jax.weights import follow
+  from composer_jax.weights import records
 
+  values = absl_flags.FLAGS
+  if len(values.diff) not in (0, 2):
+    raise ValueError(f'--diff={values.diff}: give it twice, for two versions')
   try:
-    table = inspection.weights(absl_flags.FLAGS.store, absl_flags.FLAGS.verify)
-  except store.StoreError as error:
+    if values.diff:
+      found = stored_weights.changes(values.store, *values.diff)
+      title = 'version {} to {}'.format(*values.diff)
+      table = stored_weights.change_table(found, title)
+      if values.plot:
+        plot = stored_weights.change_plot(found, title)
+        pathlib.Path(values.plot).write_text(plot)
+    else:
+      track = functools.partial(
+          rich_progress.track,
+          description='verify' if values.verify else 'read',
+          console=out,
+          transient=True,
+          disable=not out.is_terminal,
+      )
+      table = stored_weights.versions(values.store, values.verify, track)
+  except (records.StoreError, follow.FollowError) as error:
     print(f'inspect: damaged store: {error}', file=sys.stderr)
     return 1
   out.print(table)

@@ -6,15 +6,21 @@ import random
 import shutil
 import tempfile
 import threading
+import uuid
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
+import ml_dtypes
 import numpy as np
 import sample_weights
 
+from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 from composer_jax.weights import publish
+from composer_jax.weights import records
 from composer_jax.weights import store
 
 
@@ -251,7 +257,7 @@ class FollowTest(parameterized.TestCase):
     self._publish(2)
     opened = store.Store(self.url)
     link, generation = opened.latest()
-    bad = store.Link(3, 'f' * 64, link.manifest)
+    bad = records.Link(3, 'f' * 64, link.manifest)
     self.assertTrue(opened.advance(bad, 'x', generation))
     with self.assertRaisesRegex(follow.FollowError, 'not version 3'):
       follow.Follower(self.url).poll()
@@ -263,7 +269,7 @@ class FollowTest(parameterized.TestCase):
     head = json.loads(opened.get(link.manifest))
     head['root'] = 'f' * 64
     blob = opened.put('m/3.json', json.dumps(head).encode())
-    opened.advance(store.Link(2, 'f' * 64, blob), 'x', generation)
+    opened.advance(records.Link(2, 'f' * 64, blob), 'x', generation)
     with self.assertRaisesRegex(follow.FollowError, 'add up to its root'):
       follow.Follower(self.url).poll()
 
@@ -300,27 +306,128 @@ class FollowTest(parameterized.TestCase):
   def test_reads_ranges_not_objects(self):
     """Few requests: LATEST, manifest, index, and one per segment."""
     publisher, _, _ = self._publish(1)
-    counted = store.Store(self.url)
-    requests = []
-
-    class Counting:
-
-      def __init__(self, kv):
-        self._kv = kv
-
-      def read(self, key, **kw):
-        requests.append((key, kw.get('byte_range')))
-        return self._kv.read(key, **kw)
-
-    counted._kv = Counting(counted._kv)
+    counted = sample_weights.CountingStore(self.url)
     follower = follow.Follower(self.url, store=counted)
     follower.poll()
     *_, last = sample_weights.versions(2)
     publisher.publish(2, last)
-    requests.clear()
+    counted.forget()
     follower.poll()
-    self.assertLen(requests, 4, requests)
-    self.assertEqual(sum(r is not None for _, r in requests), 1)
+    self.assertLen(counted.reads, 4, counted.reads)
+
+
+class SkipTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.url = f'file://{self.enterContext(tempfile.TemporaryDirectory())}/'
+    self.cfg = config.WeightsConfig(
+        tile_elements=512, base_every_versions=100, skip_every_versions=4
+    )
+    self.publisher = publish.Publisher(self.url, self.cfg, 'a')
+    self.named = list(sample_weights.versions(15, lr=1e-6))
+
+  def _publish(self, first, last):
+    for step in range(first, last):
+      done = self.publisher.publish(step, self.named[step])
+      self.assertEqual(done.skip_bytes > 0, step in (4, 8, 12))
+
+  def _poll(self, follower, counted):
+    counted.forget()
+    version, got = follower.poll()
+    self.assertTrue(sample_weights.same(got, self.named[version.step]))
+    return sorted({k.split('/')[1] for k, _ in counted.reads if k[0] == 'd'})
+
+  def test_far_behind_takes_skips(self):
+    self._publish(0, 3)
+    counted = sample_weights.CountingStore(self.url)
+    follower = follow.Follower(self.url, store=counted)
+    self.assertEqual(self._poll(follower, counted), ['0-1', '1-2'])
+    self._publish(3, 15)
+    self.assertEqual(
+        self._poll(follower, counted),
+        ['12-13', '13-14', '2-3', '3-4', '4-8', '8-12'],
+    )
+    self.assertEqual(follower.digest_mismatches, 0)
+    joiner = follow.Follower(self.url, store=counted)
+    self.assertEqual(
+        self._poll(joiner, counted), ['0-4', '12-13', '13-14', '4-8', '8-12']
+    )
+
+  def test_damaged_skip_is_passed_by_its_deltas(self):
+    self._publish(0, 1)
+    counted = sample_weights.CountingStore(self.url)
+    follower = follow.Follower(self.url, store=counted)
+    follower.poll()
+    self._publish(1, 6)
+    (path,) = pathlib.Path(self.url[7:]).glob('d/0-4/*.seg.0')
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    taken = self._poll(follower, counted)
+    self.assertContainsSubset(['0-1', '1-2', '2-3', '3-4', '4-5'], taken)
+
+  def test_large_changes_give_up_skips(self):
+    named = list(sample_weights.versions(9, lr=1e-2))
+    done = [self.publisher.publish(i, n) for i, n in enumerate(named)]
+    self.assertEqual({d.skip_bytes for d in done}, {0})
+    got = follow.Follower(self.url).poll()[1]
+    self.assertTrue(sample_weights.same(got, named[-1]))
+
+
+class SliceTest(absltest.TestCase):
+
+  @hypothesis.given(st.data())
+  @hypothesis.settings(deadline=None, max_examples=25)
+  def test_any_box_of_any_array(self, data):
+    named = list(sample_weights.versions(6, seed=1))
+    boxes = {}
+    for name, a in named[0].items():
+      if data.draw(st.booleans()):
+        axes = []
+        for dim in a.shape:
+          start = data.draw(st.integers(0, dim - 1))
+          axes.append(slice(start, data.draw(st.integers(start, dim))))
+        boxes[name] = tuple(axes)
+    url = f'memory://slice{uuid.uuid4().hex}/'
+    publisher = publish.Publisher(url, sample_weights.CFG, 'a')
+    publisher.publish(0, named[0])
+    follower = follow.Follower(url, boxes=boxes)
+    for step in (1, 2, 5):
+      publisher.publish(step, named[step])
+      version, got = follower.poll()
+      self.assertEqual(version.step, step)
+      want = {name: named[step][name][box] for name, box in boxes.items()}
+      self.assertTrue(sample_weights.same(got, want))
+
+  def test_an_eighth_of_the_tiles_is_an_eighth_of_the_bytes(self):
+    rng = np.random.default_rng(0)
+    masters = rng.normal(0, 0.02, (8, 512, 512)).astype(np.float32)
+    moved = masters + rng.choice([-1, 1], masters.shape) * rng.gamma(
+        2, 1e-7, masters.shape
+    )
+    named = [{'w': m.astype(ml_dtypes.bfloat16)} for m in (masters, moved)]
+    url = 'memory://eighth/'
+    publisher = publish.Publisher(url, config.WeightsConfig(), 'a')
+    publisher.publish(0, named[0])
+    box = slice(3, 4), slice(0, 512), slice(0, 512)
+    followers = {}
+    for boxes in (None, {'w': box}):
+      counted = sample_weights.CountingStore(url)
+      follower = follow.Follower(url, boxes=boxes, store=counted)
+      follower.poll()
+      followers[boxes is None] = follower, counted
+    done = publisher.publish(1, named[1])
+    self.assertBetween(done.changed_fraction, 0.008, 0.013)
+    sizes = {}
+    for whole, (follower, counted) in followers.items():
+      counted.forget()
+      _, got = follower.poll()
+      want = named[1]['w'] if whole else named[1]['w'][box]
+      self.assertTrue(sample_weights.same(got, {'w': want}))
+      self.assertLessEqual(len(counted.reads), 4)
+      sizes[whole] = sum(n for key, n in counted.reads if key[0] == 'd')
+    self.assertLessEqual(sizes[False], (1 / 8 + 0.02) * sizes[True])
 
 
 class EmptyTest(absltest.TestCase):

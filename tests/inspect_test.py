@@ -4,13 +4,15 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from xml.etree import ElementTree
 
 from absl.testing import absltest
 from absl.testing import parameterized
 from composer_jax import config
 from composer_jax.runs import inspection
+from composer_jax.runs import stored_weights
 from composer_jax.weights import publish
-from composer_jax.weights import store
+from composer_jax.weights import records
 import ml_dtypes
 import numpy as np
 from rich import console
@@ -78,7 +80,7 @@ class InspectTest(parameterized.TestCase):
 
   def test_weights_lists_what_was_published(self):
     published = _publish(self.folder)
-    text = _show(inspection.weights(str(self.folder), verify=True))
+    text = _show(stored_weights.versions(str(self.folder), verify=True))
     rows = [r.split() for r in text.splitlines() if r.strip().endswith('ok')]
     self.assertEqual(
         [r[:3] for r in rows],
@@ -90,7 +92,7 @@ class InspectTest(parameterized.TestCase):
         ],
     )
     self.assertEqual([r[3] for r in rows], ['base'] + ['0.50%'] * 3)
-    self.assertIn('D2 50%, same 50%', text)
+    self.assertIn('E 50%, same 50%', text)
     for row, p in zip(rows, published, strict=True):
       self.assertEqual(row[-2], p.version.digest[:12])
 
@@ -100,13 +102,31 @@ class InspectTest(parameterized.TestCase):
     data = bytearray(segment.read_bytes())
     data[-1] ^= 1
     segment.write_bytes(data)
-    inspection.weights(str(self.folder))  # not looked at
-    with self.assertRaisesRegex(store.StoreError, '1-2'):
-      inspection.weights(str(self.folder), verify=True)
+    stored_weights.versions(str(self.folder))  # not looked at
+    with self.assertRaisesRegex(records.StoreError, '1-2'):
+      stored_weights.versions(str(self.folder), verify=True)
     out = _inspect('weights', f'--store={self.folder}', '--verify')
     self.assertEqual(out.returncode, 1)
     self.assertIn('damaged store', out.stderr)
     self.assertLen(out.stderr.splitlines(), 1)
+
+  def test_weights_diff_counts_steps_and_plots_them(self):
+    _publish(self.folder)
+    plot = self.folder / 'diff.svg'
+    out = _inspect(
+        *('weights', f'--store={self.folder}', '--diff=1', '--diff=3'),
+        f'--plot={plot}',
+    )
+    self.assertEqual(out.returncode, 0, out.stderr)
+    self.assertRegex(out.stdout, r' a +1,000 +[12]\.\d00% ')
+    self.assertRegex(out.stdout, r' b +1,000 +0\.000% +- +-')
+    xml = ElementTree.parse(plot).getroot()
+    texts = [e.text for e in xml.iter('{http://www.w3.org/2000/svg}text')]
+    self.assertIn('version 1 to 3: changed values', texts)
+    self.assertIn('b', texts)
+    out = _inspect('weights', f'--store={self.folder}', '--diff=1', '--diff=9')
+    self.assertEqual(out.returncode, 1)
+    self.assertIn('version 9', out.stderr)
 
   def test_trajectory_by_task(self):
     sample_run.write(self.folder, steps=1)
@@ -144,6 +164,7 @@ class InspectTest(parameterized.TestCase):
       (('trajectory',), 'give --workdir'),
       (('run', '--workdir=/nowhere'), 'no such directory'),
       (('weights', '--stor=x'), 'Did you mean'),
+      (('weights', '--store=x', '--diff=1'), 'give it twice'),
       (('trajectory', '--path=/nowhere'), 'no such file'),
   )
   def test_wrong_input_is_one_line_and_exit_code_2(self, arguments, want):

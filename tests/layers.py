@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'bench_suites': (
         'experiments/bench_suites/*.py',
         'config kernels_triton learner model rollout trace weights',
-        'jax numpy torch transformers',
+        'jax ml_dtypes numpy torch transformers zstandard',
     ),
     'experiments': (
         'experiments/*.py',

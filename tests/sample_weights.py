@@ -62,6 +62,37 @@ def restored(path):
     path.write_bytes(data)
 
 
+class CountingStore(store.Store):
+  """A store that notes what it reads."""
+
+  def __init__(self, url):
+    super().__init__(url)
+    self._futures = []
+    self._kv = _Counting(self._kv, self._futures)
+
+  @property
+  def reads(self):
+    """(key, bytes) of every read; they have to be over."""
+    return [(key, len(f.result().value)) for key, f in self._futures]
+
+  def forget(self):
+    self._futures.clear()
+
+
+class _Counting:
+
+  def __init__(self, kv, futures):
+    self._kv, self._futures = kv, futures
+
+  def read(self, key, **kw):
+    future = self._kv.read(key, **kw)
+    self._futures.append((key, future))
+    return future
+
+  def __getattr__(self, name):
+    return getattr(self._kv, name)
+
+
 class DyingStore(store.Store):
   """A store whose n-th write, counted from `arm`, does not happen."""
 

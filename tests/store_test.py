@@ -17,6 +17,7 @@ from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 from composer_jax.weights import publish
+from composer_jax.weights import records
 from composer_jax.weights import store
 
 # seg and idx of the delta, seg and idx of the base, manifest, LATEST.
@@ -126,6 +127,29 @@ class StoreTest(parameterized.TestCase):
     self.assertEqual(version, done.version)
     self.assertTrue(sample_weights.same(got, named[2]))
     self.assertEqual(follower.digest_mismatches, 0)
+
+  @parameterized.parameters(*_POINTS[:-1])
+  def test_failing_store_with_skips(self, point):
+    """Steps of a version that never came do not enter the next skip."""
+    cfg = config.WeightsConfig(tile_elements=512, skip_every_versions=2)
+    dying = sample_weights.DyingStore(self.url)
+    publisher = publish.Publisher('', cfg, 'a', store=dying)
+    named = list(sample_weights.versions(6, lr=1e-6))
+    behind = follow.Follower(self.url)
+    publisher.publish(0, named[0])
+    behind.poll()
+    publisher.publish(1, named[1])
+    dying.arm(point)
+    with self.assertRaisesRegex(OSError, 'unreachable'):
+      publisher.publish(2, named[2])
+    dying.left = None
+    done = publisher.publish(3, named[3])
+    self.assertGreater(done.skip_bytes, 0)
+    self.assertTrue(sample_weights.same(behind.poll()[1], named[3]))
+    publisher.publish(4, named[4])
+    self.assertGreater(publisher.publish(5, named[5]).skip_bytes, 0)
+    self.assertTrue(sample_weights.same(behind.poll()[1], named[5]))
+    self.assertEqual(behind.digest_mismatches, 0)
 
   def test_swap_without_any_answer(self):
     """The swap lands, and the store is then gone for a while."""
@@ -237,7 +261,7 @@ class StoreTest(parameterized.TestCase):
       def swap(self, key, data, generation):
         return super().swap(key, data, self.read(key)[2])
 
-    with self.assertRaisesRegex(store.StoreError, 'not honored'):
+    with self.assertRaisesRegex(records.StoreError, 'not honored'):
       publish.Publisher('', _EVERY, 'a', store=Careless(self.url))
 
   def test_memory_store(self):

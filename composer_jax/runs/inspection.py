@@ -1,4 +1,4 @@
-"""What `inspect` prints: a run, a store of weights, a trajectory.
+"""What `inspect` prints of a run and of trajectories.
 
 The console it is printed to must have markup off: cells hold text of others."""
 
@@ -18,11 +18,7 @@ from composer_jax import trace
 from composer_jax.dashboard import data
 from composer_jax.dashboard import report
 from composer_jax.runs import progress
-from composer_jax.weights import codec
-from composer_jax.weights import layout
-from composer_jax.weights import store as store_lib
 
-_CODECS = {codec.RAW: 'raw', codec.D2: 'D2', codec.XOR: 'xor'}
 _MARKS = {
     True: text.Text('ok', 'green'),
     False: text.Text('FAILED', 'red'),
@@ -30,7 +26,7 @@ _MARKS = {
 }
 
 
-def _grid(title: str, *columns: str) -> rich_table.Table:
+def grid(title: str, *columns: str) -> rich_table.Table:
   """A table whose first column is left, all others right aligned."""
   out = rich_table.Table(
       title=title, title_justify='left', box=None, show_header=any(columns)
@@ -47,19 +43,19 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
   for name, why in found.missing.items():
     yield text.Text(f'{name} is missing: {why}', 'yellow')
   if pairs := report.headlines(found):
-    out = _grid('Pass@1', '', 'before', 'after', 'change', 'tasks')
+    out = grid('Pass@1', '', 'before', 'after', 'change', 'tasks')
     for h in pairs:
       error = '' if h.error is None else f' ± {h.error:.3f}'
       numbers = f'{h.before:.3f}', f'{h.after:.3f}', f'{h.change:+.3f}{error}'
       out.add_row(' '.join((h.name, h.note)), *numbers, str(h.tasks or '?'))
     yield out
-  out = _grid('Claims', '', 'value', '')
+  out = grid('Claims', '', 'value', '')
   for c in report.checks(found):
     out.add_row(c.name, c.value, _MARKS[c.ok])
   yield out
   for phase, records in found.records.items():
     last = records[-1]
-    out = _grid(f'{phase}, step {last["step"]}', '', 'latest', 'max', 'min')
+    out = grid(f'{phase}, step {last["step"]}', '', 'latest', 'max', 'min')
     for key in sorted({k for r in records for k in r}):
       _, values = found.series(phase, key)
       if key not in ('step', 'seconds') and values:
@@ -67,112 +63,10 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
         out.add_row(key, *map(progress.figure, numbers))
     yield out
   if facts := report.facts(found):
-    out = _grid('In all', '', '')
+    out = grid('In all', '', '')
     for name, value in facts:
       out.add_row(name, value)
     yield out
-
-
-def _codec_mix(rows) -> str:
-  """Share of the tiles by how they travel."""
-  names = [
-      _CODECS.get(int(r['codec']), f'#{r["codec"]}') if r['length'] else 'same'
-      for r in rows
-  ]
-  parts = (f'{k} {names.count(k) / len(names):.0%}' for k in sorted({*names}))
-  return ', '.join(parts)
-
-
-def _replay(
-    store: store_lib.Store,
-    manifest: store_lib.Manifest,
-    edge: store_lib.Edge,
-    named: dict,
-) -> None:
-  """Applies an edge in place, deriving every digest it claims once more.
-
-  Raises:
-    StoreError: a digest, or the root of them all, differs.
-  """
-  table, rows = manifest.table, store.index(edge, manifest.table)
-  for row, payload in store.payloads(edge, rows):
-    tile = int(row['tile'])
-    old = table.read(named, tile)
-    if not edge.base and codec.digest(old) != row['pre'].tobytes():
-      raise store_lib.StoreError(
-          f'{edge.index.key}: tile {tile} starts elsewhere'
-      )
-    new = codec.apply(int(row['codec']), payload, old)
-    if codec.digest(new) != row['post'].tobytes():
-      raise store_lib.StoreError(
-          f'{edge.index.key}: tile {tile} ends elsewhere'
-      )
-    table.write(named, tile, new)
-  if table.root(codec.digests(named, table)) != manifest.root:
-    raise store_lib.StoreError(f'version {manifest.version}: wrong root')
-
-
-def weights(url: str, verify: bool = False) -> rich_table.Table:
-  """Every published version of a store, oldest first, and what it cost.
-
-  Args:
-    url: of the store's prefix; a plain path is a directory.
-    verify: rebuilds every version and derives every digest once more.
-
-  Raises:
-    ValueError: nothing was published there.
-    StoreError: an object is missing or damaged.
-  """
-  if '://' not in url:
-    url = pathlib.Path(url).absolute().as_uri()
-  store = store_lib.Store(url)
-  link, _ = store.latest()
-  if link is None:
-    raise ValueError(f'store={url}: no published weights here')
-  out = _grid(
-      f'{store.url}, bits and ratio without bases',
-      *('version', 'step', 'parent', 'changed', 'bytes', 'ratio'),
-      *('bits/changed', 'tiles', 'root'),
-      *(['verified'] if verify else []),
-  )
-  named = None
-  for _, m in [*store.history(link)][::-1]:
-    verified = []
-    if verify:
-      if m.base is not None:
-        fresh = m.table.empty()
-        _replay(store, m, m.base, fresh)
-      if m.delta is not None:
-        _replay(store, m, m.delta, named)
-      named = named if m.delta is not None else fresh
-      verified = ['ok']
-    out.add_row(*_version(store, m), *verified)
-  return out
-
-
-def _version(store: store_lib.Store, m: store_lib.Manifest) -> list[str]:
-  """The cells of one version."""
-  elements = sum(math.prod(p.shape) for p in m.table.params)
-  full = sum(
-      math.prod(p.shape) * layout.dtype(p.dtype).itemsize
-      for p in m.table.params
-  )
-  edge = m.delta or m.base
-  size = f'{edge.nbytes:,}'
-  if m.delta and m.base:
-    size += f' + base {m.base.nbytes:,}'
-  bits = f'{8 * edge.nbytes / m.changed:.2f}' if m.delta and m.changed else '-'
-  return [
-      str(m.version),
-      str(m.step),
-      '-' if m.parent is None else str(m.parent.version),
-      f'{m.changed / max(elements, 1):.2%}' if m.delta else 'base',
-      size,
-      f'{full / max(edge.nbytes, 1):.1f}',
-      bits,
-      _codec_mix(store.index(edge, m.table)),
-      m.root[:12],
-  ]
 
 
 def stored(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -208,7 +102,7 @@ def trajectories(
 ) -> rich_table.Table:
   """A list of trajectories, at most so many."""
   paths = list(paths)
-  out = _grid(
+  out = grid(
       f'{len(paths)} trajectories, {min(most, len(paths))} shown',
       *('task', 'reward', 'stop', 'segments', 'tokens', 'sampled', 'versions'),
   )
@@ -257,7 +151,7 @@ def _reading(segment: trace.TokenTrace, pieces: list[str]) -> text.Text:
 
 def _tokens(segment: trace.TokenTrace, pieces: list[str]) -> rich_table.Table:
   """Every token with its figures; blank experts are those not recorded."""
-  out = _grid('', '#', 'token', 'log-prob', 'version', 'experts by layer')
+  out = grid('', '#', 'token', 'log-prob', 'version', 'experts by layer')
   for i, piece in enumerate(pieces):
     experts = ''
     if segment.routing is not None:
@@ -283,7 +177,7 @@ def trajectory(
   files = [folder / 'tokenizer.json' for folder in path.absolute().parents]
   known = next((f for f in files if f.exists()), None)
   tokenizer = tokenizers.Tokenizer.from_file(str(known)) if known else None
-  facts = _grid(t.task_id, '', '')
+  facts = grid(t.task_id, '', '')
   facts.columns[1].justify = 'left'
   facts.add_row('group', t.group_id)
   facts.add_row('stop', t.stop.value)

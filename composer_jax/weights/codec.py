@@ -1,8 +1,8 @@
 """Lossless delta codec of weight tiles, and the digests that guard it.
 
 A tile travels as (codec id, payload); ids are part of the stored format and
-are never reused. 2 (`E`, buckets by exponent) and 3 (`F`, range coder) are
-kept for the denser codecs.
+are never reused. D2, E and F carry the same steps of 2-byte floats: D2 needs
+the fewest instructions, F the fewest bits, E is close to both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ import numpy as np
 import xxhash
 import zstandard
 
+from composer_jax.weights import buckets
 from composer_jax.weights import kernels
 from composer_jax.weights import layout
+from composer_jax.weights import ranges
 from composer_jax.weights import reference
+from composer_jax.weights import rice
 
 RAW = 0  # the tile's bytes
-D2 = 1  # 2-byte floats: `reference.Streams`, zstd per stream
-XOR = 4  # any other type: XOR of the bytes, zstd
+D2 = 1  # `reference.Streams`, zstd per stream
+E = 2  # `buckets.Changes` as `rice` codes
+F = 3  # `buckets.Changes` through the range coder of `ranges`
+XOR = 4  # any other type than 2-byte floats: XOR of the bytes, zstd
+NAMES = {RAW: 'raw', D2: 'D2', E: 'E', F: 'F', XOR: 'xor'}
+
+_PACKERS = {E: rice, F: ranges}
 
 _LEVEL = 1
 _HEAD = struct.Struct('<7I')  # changed, 3 lengths, 3 stored sizes
@@ -70,8 +78,8 @@ def _unpack(packed: bytes, length: int) -> bytes:
   return raw
 
 
-def _encode_d2(old: np.ndarray, new: np.ndarray, impl) -> tuple[bytes, int]:
-  changed, *streams = impl.split(old, new)
+def _encode_d2(old: np.ndarray, new: np.ndarray) -> tuple[bytes, int]:
+  changed, *streams = kernels.split(old, new)
   if not changed:
     return b'', 0
   packed = [_pack(s) for s in streams]
@@ -81,7 +89,7 @@ def _encode_d2(old: np.ndarray, new: np.ndarray, impl) -> tuple[bytes, int]:
   return b''.join((_HEAD.pack(*lengths, *sizes), *packed)), changed
 
 
-def _apply_d2(payload: bytes, old: np.ndarray, impl) -> np.ndarray:
+def _apply_d2(payload: bytes, old: np.ndarray) -> np.ndarray:
   if len(payload) < _HEAD.size:
     raise ValueError(f'delta payload: {len(payload)} bytes; truncated')
   changed, gaps, skips, magnitudes, *sizes = _HEAD.unpack_from(payload)
@@ -95,35 +103,45 @@ def _apply_d2(payload: bytes, old: np.ndarray, impl) -> np.ndarray:
     streams.append(np.frombuffer(_unpack(view[at : at + size], length), 'u1'))
     at += size
   streams[3] = streams[3].view('<u2')
-  return impl.merge(old, reference.Streams(changed, *streams))
+  return kernels.merge(old, reference.Streams(changed, *streams))
+
+
+def _encode_words(
+    codec: int, old: np.ndarray, new: np.ndarray
+) -> tuple[bytes, int]:
+  """Payload and number of changes between words of 2-byte floats."""
+  if codec == D2:
+    return _encode_d2(old, new)
+  changes = buckets.between(old, new)
+  count = changes.gaps.size
+  return _PACKERS[codec].pack(changes) if count else b'', count
 
 
 def encode(
     old: np.ndarray | None,
     new: np.ndarray,
     *,
+    codec: int = E,
     itemsize: int = 2,
     raw_above: float = 1.0,
-    impl=kernels,
 ) -> Encoded:
   """Encodes one tile.
 
   Args:
     old: the words the receiver has (`layout.Table.read`); None for a base.
     new: the words it shall have, same shape: uint16 [n], or uint8 [bytes].
+    codec: D2, E or F for uint16 words; all else travels as XOR.
     itemsize: bytes per element.
     raw_above: changed fraction above which deltas are not worth their time.
-    impl: `kernels` or `reference`; both give the same bytes.
 
   Returns:
     The payload of the smaller of delta and raw.
   """
-  raw = new.tobytes()
+  values = new.nbytes // itemsize
   if old is None:
-    return Encoded(RAW, raw, new.nbytes // itemsize)
+    return Encoded(RAW, new.tobytes(), values)
   if new.dtype == np.uint16:
-    codec = D2
-    payload, changed = _encode_d2(old, new, impl)
+    payload, changed = _encode_words(codec, old, new)
   else:
     codec = XOR
     mask = old ^ new
@@ -131,14 +149,14 @@ def encode(
     payload = _pack(mask) if changed else b''
   if not changed:
     return unchanged(new)
-  if changed > raw_above * (new.nbytes // itemsize) or len(payload) >= len(raw):
-    return Encoded(RAW, raw, changed)
+  if changed > raw_above * values or len(payload) >= new.nbytes:
+    return Encoded(RAW, new.tobytes(), changed)
   return Encoded(codec, payload, changed)
 
 
 def unchanged(words: np.ndarray) -> Encoded:
   """What `encode` says of a tile that stayed as it was."""
-  return Encoded(D2 if words.dtype == np.uint16 else XOR, b'', 0)
+  return Encoded(E if words.dtype == np.uint16 else XOR, b'', 0)
 
 
 def apply(
@@ -146,8 +164,6 @@ def apply(
     payload: bytes,
     old: np.ndarray | None,
     dtype: np.dtype | None = None,
-    *,
-    impl=kernels,
 ) -> np.ndarray:
   """Decodes one tile into a fresh array (or a view of a raw payload).
 
@@ -156,7 +172,6 @@ def apply(
     payload: bytes from `encode`, already checked against their digest.
     old: the words `encode` saw; may be None for `RAW` if dtype is given.
     dtype: word type, uint16 or uint8; that of `old` by default.
-    impl: `kernels` or `reference`.
 
   Returns:
     The new words, flat.
@@ -166,18 +181,51 @@ def apply(
   """
   if codec == RAW:
     return np.frombuffer(payload, old.dtype if dtype is None else dtype)
-  if codec not in (D2, XOR):
+  if codec not in NAMES:
     raise ValueError(f'codec={codec}: unknown; this reader is too old')
   if not payload:
     return old.copy()
   if codec == D2:
-    return _apply_d2(payload, old, impl)
+    return _apply_d2(payload, old)
+  if codec in _PACKERS:
+    changes = _PACKERS[codec].unpack(payload, old.size)
+    return buckets.apply(old, changes)
   return old ^ np.frombuffer(_unpack(payload, old.nbytes), np.uint8)
+
+
+def bound(old: np.ndarray, new: np.ndarray) -> float:
+  """Bits below which no code of these changes goes that knows the exponents.
+
+  The entropy of which words change and of their steps, both given the
+  exponent of the old word, with the odds of these very arrays.
+
+  Args:
+    old: words the receiver has, uint16 [n].
+    new: words it shall have, uint16 [n].
+  """
+  bucket = (old >> buckets.SHIFT & 255).astype(np.int64)
+  where = np.flatnonzero(old != new)
+  step = reference.to_key(new[where]) - reference.to_key(old[where])
+  words = np.bincount(bucket, minlength=buckets.BUCKETS)
+  changed = np.bincount(bucket[where], minlength=buckets.BUCKETS)
+  kinds = np.unique(bucket[where] << 16 | step, return_counts=True)[1]
+
+  def bits(counts: np.ndarray) -> float:
+    """sum of n log2 n."""
+    return float((counts * np.log2(np.maximum(counts, 1))).sum())
+
+  where_bits = bits(words) - bits(changed) - bits(words - changed)
+  return where_bits + bits(changed) - bits(kinds)
 
 
 def digest(words: np.ndarray | bytes) -> bytes:
   """xxh3-128 of the bytes: 16 bytes that find damage, not malice."""
   return xxhash.xxh3_128_digest(words)
+
+
+def check(payload: bytes | memoryview) -> bytes:
+  """xxh3-64 of stored bytes, against damage on their way."""
+  return xxhash.xxh3_64_digest(payload)
 
 
 def digests(named: Mapping[str, np.ndarray], table: layout.Table) -> np.ndarray:

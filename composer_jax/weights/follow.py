@@ -6,7 +6,7 @@ of it is handed out; whatever goes wrong, the old version stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import threading
 
 import numpy as np
@@ -14,9 +14,12 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.weights import codec
 from composer_jax.weights import layout
+from composer_jax.weights import parallel
+from composer_jax.weights import records
+from composer_jax.weights import retain
 from composer_jax.weights import store as store_lib
 
-_Path = list[tuple[store_lib.Manifest, store_lib.Edge]]
+_Path = list[tuple[records.Manifest, records.Edge]]
 
 
 class FollowError(RuntimeError):
@@ -32,8 +35,27 @@ class Follower:
       from nor what it leads to, and were rebuilt from a base.
   """
 
-  def __init__(self, url: str, *, store: store_lib.Store | None = None):
+  def __init__(
+      self,
+      url: str,
+      *,
+      boxes: Mapping[str, layout.Box] | None = None,
+      host: str | None = None,
+      store: store_lib.Store | None = None,
+  ):
+    """Opens a store to read.
+
+    Args:
+      url: of the store's prefix.
+      boxes: the part of every array that this host has (`layout.hull`); only
+        its tiles are fetched. By default all of all arrays.
+      host: a name under which the store keeps what this host is at, for as
+        long as it goes on to newer versions.
+      store: an opened store to use instead of `url`.
+    """
     self._store = store or store_lib.Store(url)
+    self._boxes = boxes
+    self._host = host
     self._lock = threading.Lock()
     self._link = None
     self._generation = None
@@ -47,8 +69,9 @@ class Follower:
     """Fetches the newest version if it is a new one.
 
     Returns:
-      The version and its arrays (read-only; they stay valid after later
-      polls), or None if there is nothing new.
+      The version and its arrays, or the boxes of them that this host has
+      (read-only; they stay valid after later polls); None if there is nothing
+      new.
 
     Raises:
       FollowError: a version is there but cannot be trusted or fetched.
@@ -75,7 +98,7 @@ class Follower:
       link, _ = self._store.latest()
       for at, manifest in self._store.history(link):
         if at.version == step:
-          return self._build(self._from_base(manifest), None)
+          return self._cut(manifest, self._build(self._from_base(manifest)))
         if at.version < step:
           break
     except Exception as e:
@@ -99,109 +122,152 @@ class Follower:
           ' publish old weights as a new version, or restart this host'
       )
     named = self._advance(link)
+    manifest = self._store.manifest(link)
     self._link, self._generation, self._named = link, generation, named
-    self.version = store_lib.weight_version(self._store.manifest(link))
-    return self.version, dict(named)
+    self.version = records.weight_version(manifest)
+    if self._host is not None:
+      retain.lease(self._store, self._host, link.version)
+    return self.version, self._cut(manifest, named)
 
-  def _advance(self, link: store_lib.Link) -> dict[str, np.ndarray]:
-    """Takes the deltas, or a base if that is less to fetch or they fail."""
-    target = self._store.manifest(link)
-    try:
-      deltas = self._from_here(link)
-      if deltas is None:
-        return self._build(self._from_base(target), None)
-      return self._build(deltas, self._named)
-    except store_lib.StoreError:
-      rescue = self._from_base(target)
-      if self._link is None or rescue[0][0].version <= self._link.version:
-        raise  # that path holds the same damaged object
-      return self._build(rescue, None)
+  def _advance(self, link: records.Link) -> dict[str, np.ndarray]:
+    """Takes the cheapest way; others only if an object on it is damaged."""
+    failed = None
+    for path in self._paths(link):
+      try:
+        return self._build(path)
+      except records.StoreError as e:
+        failed = failed or e
+    raise failed
 
-  def _from_here(self, link: store_lib.Link) -> _Path | None:
+  def _paths(self, link: records.Link) -> Iterator[_Path]:
+    """Ways to a version: over skips, over deltas, from a base."""
+    if self._link is not None:
+      for skips in (True, False):
+        try:
+          path = self._from_here(link, skips)
+        except records.StoreError:  # a manifest on the way
+          continue
+        if path is None:
+          break
+        yield path
+    yield self._from_base(self._store.manifest(link))
+
+  def _from_here(self, link: records.Link, skips: bool) -> _Path | None:
     """Deltas from this host's version; None if a base is the better way."""
-    if self._link is None:
-      return None
     path, cost, cost_base = [], 0, None
-    for at, manifest in self._store.history(link):
-      if at == self._link:
-        return path[::-1]
-      if at.version <= self._link.version:
+    at, have = link, self._link
+    while at != have:
+      if at.version <= have.version:
         raise FollowError(
             f'version {link.version} does not descend from version'
-            f' {self._link.version} of this host: the history has forked;'
+            f' {have.version} of this host: the history has forked;'
             ' restart this host to join the new one'
         )
+      manifest = self._store.manifest(at)
       if manifest.base is not None and cost_base is None:
         cost_base = cost + manifest.base.nbytes
-      if manifest.delta is None:
+      edge = manifest.delta
+      far = manifest.skip
+      if skips and far is not None and far.origin.version >= have.version:
+        edge = far
+      if edge is None:
         return None
-      path.append((manifest, manifest.delta))
-      cost += manifest.delta.nbytes
+      path.append((manifest, edge))
+      cost += edge.nbytes
       if cost_base is not None and cost > cost_base:
         return None
-    raise FollowError(
-        f'version {link.version} does not descend from version'
-        f' {self._link.version} of this host; restart this host to join it'
-    )
+      at = edge.origin
+    return path[::-1]
 
-  def _from_base(self, target: store_lib.Manifest) -> _Path:
-    """The nearest base and the deltas after it."""
+  def _from_base(self, target: records.Manifest) -> _Path:
+    """The nearest base and the deltas after it, skips where there are."""
     path = []
     at = target
     while at.base is None:
-      path.append((at, at.delta))
-      at = self._store.manifest(at.parent)
+      edge = at.skip or at.delta
+      path.append((at, edge))
+      at = self._store.manifest(edge.origin)
     return [(at, at.base), *path[::-1]]
 
-  def _build(self, path: _Path, named) -> dict[str, np.ndarray]:
-    """Fresh arrays at the end of a path that starts at `named` or a base."""
+  def _view(self, table: layout.Table) -> layout.View:
+    """The tiles that this host reads."""
+    if self._boxes is None:
+      return layout.whole(table)
+    return layout.View.covering(table, self._boxes)
+
+  def _cut(
+      self, manifest: records.Manifest, named: dict[str, np.ndarray]
+  ) -> dict[str, np.ndarray]:
+    """The boxes of this host, out of arrays of whole tiles."""
+    if self._boxes is None:
+      return dict(named)
+    grown = self._view(manifest.table).boxes
+    return {
+        name: a[layout.inside(self._boxes[name], grown[name])]
+        for name, a in named.items()
+    }
+
+  def _build(self, path: _Path) -> dict[str, np.ndarray]:
+    """Fresh arrays at the end of a path from a base or this host's version."""
     target = path[-1][0]
-    if named is None:
-      named = target.table.empty()
-    else:
-      named = {name: a.copy() for name, a in named.items()}
+    view = self._view(target.table)
+    named = view.empty()
+    before = self._named  # where the first deltas start; then they go on here
     for manifest, edge in path:
       rows = self._store.index(edge, manifest.table)
-      strange = self._apply(manifest.table, edge, rows, named)
+      if manifest.table.root(rows['post']) != manifest.root:
+        raise records.StoreError(
+            f'version {manifest.version}: tiles do not add up to its root;'
+            ' damaged'
+        )
+      strange = self._apply(view, edge, rows[view.held], before, named)
+      before = named
       if strange:
-        self._repair(manifest, strange, named)
+        self._repair(manifest, view, strange, named)
         for i in strange:
-          _check(manifest.table.read(named, i), rows[i], edge)
-    if target.table.root(rows['post']) != target.root:
-      raise store_lib.StoreError(
-          f'version {target.version}: tiles do not add up to its root; damaged'
-      )
+          _check(view.read(named, i), rows[i], edge)
     for a in named.values():
       a.flags.writeable = False
     return named
 
   def _apply(
       self,
-      table: layout.Table,
-      edge: store_lib.Edge,
+      view: layout.View,
+      edge: records.Edge,
       rows: np.ndarray,
+      before: dict[str, np.ndarray] | None,
       named: dict[str, np.ndarray],
   ) -> Sequence[int]:
-    """Applies an edge in place; returns tiles that it does not fit."""
-    strange = []
-    for row, payload in self._store.payloads(edge, rows):
+    """Applies an edge to `before`; returns tiles that it does not fit.
+
+    All tiles but those are then in `named`, which may be `before` itself.
+    """
+
+    def apply(found: tuple[np.void, memoryview]) -> int | None:
+      row, payload = found
       tile, post = int(row['tile']), row['post'].tobytes()
-      old = table.read(named, tile)
-      if not edge.base:
+      old = None
+      if edge.origin is not None:
+        old = view.read(before, tile)
         now = codec.digest(old)
         if now == post:  # a repeated delta, or an unchanged tile
-          continue
-        if now != row['pre'].tobytes():
-          strange.append(tile)
-          continue
-      new = codec.apply(int(row['codec']), payload, old)
+          if before is not named:
+            view.write(named, tile, old)
+          return None
+        if now[:8] != row['pre'].tobytes():
+          return tile
+      new = codec.apply(int(row['codec']), payload, old, view.word(tile))
       _check(new, row, edge)
-      table.write(named, tile, new)
-    return strange
+      view.write(named, tile, new)
+      return None
+
+    results = parallel.ordered(apply, self._store.payloads(edge, rows))
+    return [tile for tile in results if tile is not None]
 
   def _repair(
       self,
-      manifest: store_lib.Manifest,
+      manifest: records.Manifest,
+      view: layout.View,
       tiles: Sequence[int],
       named: dict[str, np.ndarray],
   ) -> None:
@@ -209,15 +275,15 @@ class Follower:
     self.digest_mismatches += len(tiles)
     for step, edge in self._from_base(manifest):
       rows = self._store.index(edge, step.table)[np.asarray(tiles)]
-      if self._apply(step.table, edge, rows, named):
-        raise store_lib.StoreError(
-            f'{edge.index.key}: does not continue the version before it'
+      if self._apply(view, edge, rows, named, named):
+        raise records.StoreError(
+            f'{edge.name}: does not continue the version before it'
         )
 
 
-def _check(words: np.ndarray, row: np.void, edge: store_lib.Edge) -> None:
+def _check(words: np.ndarray, row: np.void, edge: records.Edge) -> None:
   if codec.digest(words) != row['post'].tobytes():
-    raise store_lib.StoreError(
-        f'{edge.index.key}: tile {row["tile"]} decodes to something else than'
-        ' was published; publish a fresh base'
+    raise records.StoreError(
+        f'{edge.name}: tile {row["tile"]} decodes to something else than was'
+        ' published; publish a fresh base'
     )

@@ -15,12 +15,12 @@ _jit = numba.njit(nogil=True, cache=True)
 
 
 @_jit
-def _to_key(word):
+def to_key(word):
   return word ^ np.uint16(0xFFFF if word & 0x8000 else 0x8000)
 
 
 @_jit
-def _from_key(key):
+def from_key(key):
   return key ^ np.uint16(0x8000 if key & 0x8000 else 0xFFFF)
 
 
@@ -45,7 +45,7 @@ def _split(old, new, gaps, signs, skips, magnitudes):
         gap -= 255
       gaps[gap_end] = gap
       gap_end += 1
-      step = np.int32(np.uint16(_to_key(new[i]) - _to_key(old[i])))
+      step = np.int32(np.uint16(to_key(new[i]) - to_key(old[i])))
       if step >= 0x8000:
         step = 0x10000 - step
         signs[changed >> 3] |= np.uint8(1 << (changed & 7))
@@ -96,25 +96,25 @@ def _merge(out, changed, gaps, signs, skips, magnitudes):
         skip_at, large = _next(skips, skip_at, large)
         if skip_at < 0:
           return False
-    key = _to_key(out[where])
+    key = to_key(out[where])
     if signs[k >> 3] >> (k & 7) & 1:
       key = np.uint16(key - step)
     else:
       key = np.uint16(key + step)
-    out[where] = _from_key(key)
+    out[where] = from_key(key)
   return (
       gap_at == gaps.size and skip_at == skips.size and used == magnitudes.size
   )
 
 
-def _aligned(words: np.ndarray) -> np.ndarray:
+def aligned(words: np.ndarray) -> np.ndarray:
   return words.copy() if words.ctypes.data % 8 else words
 
 
 def split(old: np.ndarray, new: np.ndarray) -> reference.Streams:
   """See `reference.split`."""
   n = old.size
-  old, new = _aligned(old), _aligned(new)
+  old, new = aligned(old), aligned(new)
   gaps = np.empty(n + n // 255, np.uint8)
   signs = np.zeros(-(-n // 8), np.uint8)
   skips = np.empty(n + n // 255, np.uint8)

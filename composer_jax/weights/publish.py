@@ -2,15 +2,18 @@
 
 Order of writes: segments, index, manifest, then compare-and-swap of LATEST.
 Until the swap wins nothing refers to the new objects, whose names hold a
-nonce, so a publisher may die or lose anywhere and only leaves garbage.
+nonce, so a publisher may die or lose anywhere and only leaves garbage. Several
+processes each write their own tiles; process 0 checks that no tile is missing
+and moves LATEST for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import collections
 from concurrent import futures
 import dataclasses
+import math
 import time
 from typing import Any
 import uuid
@@ -19,12 +22,13 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.weights import codec
 from composer_jax.weights import layout
+from composer_jax.weights import records
+from composer_jax.weights import retain
+from composer_jax.weights import rounds
+from composer_jax.weights import segments
+from composer_jax.weights import snapshot as snapshot_lib
 from composer_jax.weights import store as store_lib
-
-_NO_DIGEST = np.zeros(16, np.uint8)
-_ENCODE_THREADS = 4
 
 
 class Conflict(RuntimeError):
@@ -40,6 +44,7 @@ class Published:
       a checkpoint older than the last published version.
     bytes: all of the delta with its index; of the base if there is no delta.
     base_bytes: of the base, 0 if this version has none.
+    skip_bytes: of the delta over several versions, 0 if there is none.
     full_bytes: of the arrays themselves.
     elements: values in the arrays.
     changed: values that differ from the parent version.
@@ -49,6 +54,7 @@ class Published:
   version: trace.WeightVersion
   bytes: int
   base_bytes: int
+  skip_bytes: int
   full_bytes: int
   elements: int
   changed: int
@@ -68,8 +74,25 @@ class Published:
     return self.full_bytes / max(self.bytes, 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Writers:
+  """Several processes that publish together.
+
+  Attributes:
+    index: which of them this one is; 0 moves LATEST.
+    boxes: of each process, what it has of every array (`layout.hull`).
+    arrays: by name, anything with the shape and dtype of the whole array.
+    patience_seconds: how long to wait for each other.
+  """
+
+  index: int
+  boxes: tuple[Mapping[str, layout.Box], ...]
+  arrays: Mapping[str, Any]
+  patience_seconds: float = 120.0
+
+
 class Publisher:
-  """The one writer of a store. Not thread-safe; see `BackgroundPublisher`."""
+  """A writer of a store. Not thread-safe; see `BackgroundPublisher`."""
 
   def __init__(
       self,
@@ -77,26 +100,36 @@ class Publisher:
       cfg: config.WeightsConfig,
       incarnation: str,
       *,
+      writers: Writers | None = None,
       store: store_lib.Store | None = None,
   ):
     """Opens the store and checks that it can arbitrate between writers.
 
     Args:
       url: of the store's prefix.
-      cfg: tile size, spacing of bases, when deltas are given up.
-      incarnation: names this run of the trainer in manifests.
+      cfg: tile size, spacing of bases and skips, when deltas are given up.
+      incarnation: names this run of the trainer, the same in all processes.
+      writers: the processes of this trainer, if there are several; `named`
+        is then the boxes that this process has.
       store: an opened store to use instead of `url`.
     """
     self._store = store or store_lib.Store(url)
     self._cfg = cfg
     self._incarnation = incarnation
+    self._writers = writers
+    self._me = writers.index if writers else 0
+    self._rounds = rounds.Rounds(
+        self._store,
+        incarnation,
+        self._me,
+        len(writers.boxes) if writers else 1,
+        writers.patience_seconds if writers else 0.0,
+    )
     self._store.probe()
     self._link, self._generation = self._store.latest()
     self._last = self._link and self._store.manifest(self._link)
-    self._unsure = None  # a version whose swap of LATEST gave no answer
-    self._table = None  # of the snapshot; None as long as there is none
-    self._snapshot = []  # words of every tile, as last published
-    self._digests = np.empty((0, 16), np.uint8)
+    self._unsure = False  # whether the last publish moved LATEST
+    self._snapshot: snapshot_lib.Snapshot | None = None
 
   def resume(
       self, named: Mapping[str, np.ndarray], step: int = 0
@@ -113,11 +146,18 @@ class Publisher:
     """
     named = _host(named)
     if self._link is not None:
-      table = layout.Table.of(named, self._cfg.tile_elements)
-      digests = codec.digests(named, table)
-      if table.root(digests) == self._link.root:
-        self._remember(named, table, digests)
-        return store_lib.weight_version(self._last)
+      view, owner = self._layout(named)
+      mine = np.flatnonzero(owner == self._me)
+      found = snapshot_lib.digests(view, named, mine)
+      self._rounds.next_call()
+      all_found = np.empty((owner.size, 16), np.uint8)
+      record = {'digests': found.tobytes().hex()}
+      for i, r in enumerate(self._rounds.gather('resume', record)):
+        data = np.frombuffer(bytes.fromhex(r['digests']), np.uint8)
+        all_found[owner == i] = data.reshape(-1, 16)
+      if view.root(all_found) == self._link.root:
+        self._snapshot = snapshot_lib.Snapshot(view, mine, named, found)
+        return records.weight_version(self._last)
     return self.publish(step, named).version
 
   def publish(self, step: int, named: Mapping[str, np.ndarray]) -> Published:
@@ -137,146 +177,167 @@ class Publisher:
     begin = time.perf_counter()
     named = _host(named)
     self._settle()
-    table = layout.Table.of(named, self._cfg.tile_elements)
-    parent = self._link
+    view, owner = self._layout(named)
+    mine = np.flatnonzero(owner == self._me)
+    parent, snapshot = self._link, self._snapshot
     version = step if parent is None else max(step, parent.version + 1)
     since = 0 if parent is None else self._last.since_base + 1
-    warm = parent is not None and table == self._table
+    every = self._cfg.skip_every_versions
+    warm = snapshot is not None and snapshot.view == view
+    origin = snapshot.origin if warm and since % every == 0 else None
+    plans = self._rounds.gather(
+        'plan',
+        {
+            'version': [step, parent and parent.manifest.sha256],
+            'warm': warm,
+            'origin': origin and origin.manifest.sha256,
+        },
+    )
+    if any(p['version'] != plans[0]['version'] for p in plans):
+      raise Conflict(f'writers disagree on what to publish: {plans}; stop all')
+    warm = all(p['warm'] for p in plans)
+    if any(p['origin'] != plans[0]['origin'] for p in plans):
+      origin = None
     rebase = not warm or since >= self._cfg.base_every_versions
-    nonce = uuid.uuid4().hex[:12]
 
-    delta = base = None
+    nonce = f'{uuid.uuid4().hex[:12]}.{self._me}'
+    raw_above = self._cfg.raw_above_changed_fraction
+    wanted = {}  # edge -> (key, where it starts, how to encode tile i)
     if warm:
-      prefix = f'd/{parent.version}-{version}/{nonce}'
-      delta, rows = self._write(prefix, table, named, base=False)
-    if rebase:
-      base, base_rows = self._write(
-          f'base/{version}/{nonce}', table, named, base=True
+      snapshot.forget_draft()
+      wanted['delta'] = (
+          f'd/{parent.version}-{version}/{nonce}',
+          parent,
+          lambda i: snapshot.delta_tile(named, i, raw_above),
       )
-      rows = rows if warm else base_rows
-    changed = int(rows['changed'].sum())
-    manifest = store_lib.Manifest(
+    if warm and origin is not None:
+      wanted['skip'] = (
+          f'd/{origin.version}-{version}/{nonce}',
+          origin,
+          lambda i: snapshot.skip_tile(named, i, raw_above),
+      )
+    if rebase:
+      wanted['base'] = (
+          f'base/{version}/{nonce}',
+          None,
+          lambda i: snapshot_lib.base_tile(view, named, mine[i]),
+      )
+    parts, rows = {}, None
+    for kind, (prefix, _, encode) in wanted.items():
+      parts[kind], written = segments.write(self._store, prefix, mine, encode)
+      rows = written if rows is None else rows
+    met = self._rounds.gather(
+        'parts', {k: dataclasses.asdict(p) for k, p in parts.items()}
+    )
+    edges = {
+        kind: records.Edge(start, tuple(records.part(m[kind]) for m in met))
+        for kind, (_, start, _) in wanted.items()
+    }
+    self._unsure = True
+    manifest = records.Manifest(
         version=version,
         step=step,
-        root=table.root(rows['post']),
+        root='',
         incarnation=self._incarnation,
         parent=parent,
         since_base=0 if rebase else since,
-        changed=changed,
-        table=table,
-        delta=delta,
-        base=base,
+        changed=0,
+        table=layout.Table(view.params),
+        delta=edges.get('delta'),
+        skip=edges.get('skip'),
+        base=edges.get('base'),
     )
-    blob = self._store.put(f'm/{version}.{nonce}.json', manifest.to_bytes())
-    link = store_lib.Link(version, manifest.root, blob)
-    self._unsure = link, manifest
-    generation = self._store.advance(link, self._incarnation, self._generation)
-    self._unsure = None
-    if not generation:
-      raise Conflict(
-          f'{self._store.url}LATEST: moved by another trainer while'
-          f' {self._incarnation!r} published version {version}; stop this one'
-      )
+    self._move_latest(manifest, rows if len(met) == 1 else None)
     # Only now have receivers got these bytes: a snapshot that ran ahead of
     # them would make every later delta wrong.
-    self._link, self._generation, self._last = link, generation, manifest
-    self._remember(named, table, rows['post'])
+    link, manifest = self._link, self._last
+    if snapshot is None or snapshot.view != view:
+      snapshot = snapshot_lib.Snapshot(view, mine, named, rows['post'])
+    snapshot.advance(
+        named,
+        rows['post'],
+        new_origin=link if manifest.since_base % every == 0 else None,
+    )
+    self._snapshot, self._unsure = snapshot, False
+    if rebase and self._me == 0:
+      retain.collect(self._store, link, self._cfg.keep_bases)
+    sizes = {kind: edge.nbytes for kind, edge in edges.items()}
     return Published(
-        version=store_lib.weight_version(manifest),
-        bytes=(delta or base).nbytes + blob.length,
-        base_bytes=base.nbytes if base else 0,
-        full_bytes=sum(a.nbytes for a in named.values()),
-        elements=sum(a.size for a in named.values()),
-        changed=changed,
+        version=records.weight_version(manifest),
+        bytes=sizes.get('delta', sizes.get('base')) + link.manifest.length,
+        base_bytes=sizes.get('base', 0),
+        skip_bytes=sizes.get('skip', 0),
+        full_bytes=sum(
+            math.prod(p.shape) * view.itemsizes[p.name] for p in view.params
+        ),
+        elements=sum(math.prod(p.shape) for p in view.params),
+        changed=manifest.changed,
         seconds=time.perf_counter() - begin,
     )
 
+  def _layout(self, named) -> tuple[layout.View, np.ndarray]:
+    """What this process has, and the owner of every tile."""
+    arrays = self._writers.arrays if self._writers else named
+    boxes = self._writers.boxes if self._writers else ()
+    table = layout.Table.of(arrays, self._cfg.tile_elements, boxes)
+    if not boxes:
+      return layout.whole(table), np.zeros(len(table.tiles), np.int64)
+    views = [layout.View(table.params, b) for b in boxes]
+    return views[self._me], layout.owners(views)
+
   def _settle(self) -> None:
-    """After a swap without an answer: finds out whether it won after all.
+    """After a publish of unknown end: finds out whether it won after all.
 
     If so the snapshot is behind, and the next version has to be a base.
     """
-    if self._unsure is not None:
+    self._rounds.next_call()
+    if self._unsure:
       link, generation = self._store.latest()
-      if link == self._unsure[0]:
-        self._link, self._last = self._unsure
-        self._generation, self._table = generation, None
-      self._unsure = None
+      if link is not None and link != self._link:
+        manifest = self._store.manifest(link)
+        ours = manifest.incarnation == self._incarnation
+        if ours and manifest.parent == self._link:
+          self._link, self._last = link, manifest
+          self._generation, self._snapshot = generation, None
+      self._unsure = False
 
-  def _remember(self, named, table, digests) -> None:
-    if table == self._table:
-      fresh = (digests != self._digests).any(axis=1)
-      for i in np.flatnonzero(fresh):
-        self._snapshot[i][:] = table.read(named, i)
-    else:
-      self._table = table
-      self._snapshot = [
-          table.read(named, i).copy() for i in range(len(table.tiles))
-      ]
-    self._digests = np.array(digests)
-
-  def _write(
-      self, prefix: str, table, named, *, base: bool
-  ) -> tuple[store_lib.Edge, np.ndarray]:
-    """Writes the segments and the index of one edge."""
-    rows = np.zeros(len(table.tiles), store_lib.TILE)
-    itemsize = [named[name].itemsize for name, _ in table.tiles]
-    segments = []
-    buffer = bytearray()
-
-    def encode(i: int) -> tuple[codec.Encoded, bytes]:
-      new = table.read(named, i)
-      post = codec.digest(new)
-      if base:
-        return codec.encode(None, new, itemsize=itemsize[i]), post
-      if post == self._digests[i].tobytes():
-        return codec.unchanged(new), post
-      old = self._snapshot[i]
-      raw_above = self._cfg.raw_above_changed_fraction
-      return (
-          codec.encode(old, new, itemsize=itemsize[i], raw_above=raw_above),
-          post,
+  def _move_latest(
+      self, manifest: records.Manifest, rows: np.ndarray | None
+  ) -> None:
+    """Writer 0 completes the manifest and swaps LATEST; the others wait."""
+    verdict = {}
+    if self._me == 0:
+      if rows is None:  # other writers' tiles: each must be there, once
+        edges = [e for e in (manifest.delta, manifest.base, manifest.skip) if e]
+        rows = [self._store.index(e, manifest.table) for e in edges][0]
+      manifest = dataclasses.replace(
+          manifest,
+          root=manifest.table.root(rows['post']),
+          changed=int(rows['changed'].sum()),
       )
-
-    def flush() -> None:
-      key = f'{prefix}.seg.{len(segments)}'
-      segments.append(self._store.put(key, bytes(buffer)))
-      buffer.clear()
-
-    for i, (encoded, post) in enumerate(_map(encode, len(rows))):
-      rows[i] = (
-          i,
-          len(segments),
-          encoded.codec,
-          len(buffer),
-          len(encoded.payload),
-          encoded.changed,
-          np.frombuffer(codec.digest(encoded.payload), np.uint8),
-          _NO_DIGEST if base else self._digests[i],
-          np.frombuffer(post, np.uint8),
+      key = f'm/{manifest.version}.{uuid.uuid4().hex[:12]}.json'
+      blob = self._store.put(key, manifest.to_bytes())
+      link = records.Link(manifest.version, manifest.root, blob)
+      generation = self._store.advance(
+          link, self._incarnation, self._generation
       )
-      buffer += encoded.payload
-      if len(buffer) >= store_lib.SEGMENT_BYTES:
-        flush()
-    flush()
-    index = self._store.put(f'{prefix}.idx', rows.tobytes())
-    return store_lib.Edge(base, index, tuple(segments)), rows
+      if generation:
+        self._generation = generation
+        verdict = dataclasses.asdict(link)
+    verdict = self._rounds.gather('verdict', verdict)[0]
+    if not verdict:
+      self._unsure = False
+      raise Conflict(
+          f'{self._store.url}LATEST: moved by another trainer while'
+          f' {self._incarnation!r} published version {manifest.version}; stop'
+          ' this one'
+      )
+    self._link = records.link(verdict)
+    self._last = self._store.manifest(self._link) if self._me else manifest
 
 
 def _host(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
   return {name: np.asarray(a) for name, a in named.items()}
-
-
-def _map(fn, count: int) -> Iterable:
-  """Ordered results of fn(0..count-1), a few of them ahead, on threads."""
-  with futures.ThreadPoolExecutor(_ENCODE_THREADS) as pool:
-    ahead = collections.deque()
-    for i in range(count):
-      ahead.append(pool.submit(fn, i))
-      if len(ahead) > 4 * _ENCODE_THREADS:
-        yield ahead.popleft().result()
-    while ahead:
-      yield ahead.popleft().result()
 
 
 class BackgroundPublisher:
