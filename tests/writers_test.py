@@ -5,6 +5,7 @@ import uuid
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import numpy as np
 import sample_weights
 
@@ -141,6 +142,19 @@ class WritersTest(parameterized.TestCase):
       self.assertIsInstance(error, ValueError)
       self.assertIn('embed', str(error))
     self.assertIsNone(follow.Follower(self.url).poll())
+
+  def test_boxes_of_a_jax_sharding(self):
+    mesh = jax.make_mesh((2, 2), ('a', 'b'))
+    shape = (8, 6)
+    for spec, want in (
+        (('a', 'b'), (slice(4, 8), slice(0, 6))),
+        (('b', 'a'), (slice(0, 8), slice(3, 6))),
+        ((None, None), (slice(0, 8), slice(0, 6))),
+    ):
+      sharding = jax.NamedSharding(mesh, jax.P(*spec))
+      found = sharding.devices_indices_map(shape)
+      second_host = [found[d] for d in mesh.devices[1]]
+      self.assertEqual(layout.hull(second_host, shape), want)
 
   def test_copies_take_turns(self):
     table = layout.Table.of({'a': np.zeros((64, 64))}, 256)

@@ -211,10 +211,8 @@ class Follower:
     """Fresh arrays at the end of a path from a base or this host's version."""
     target = path[-1][0]
     view = self._view(target.table)
-    if path[0][1].origin is None:
-      named = view.empty()
-    else:
-      named = {name: a.copy() for name, a in self._named.items()}
+    named = view.empty()
+    before = self._named  # where the first deltas start; then they go on here
     for manifest, edge in path:
       rows = self._store.index(edge, manifest.table)
       if manifest.table.root(rows['post']) != manifest.root:
@@ -222,7 +220,8 @@ class Follower:
             f'version {manifest.version}: tiles do not add up to its root;'
             ' damaged'
         )
-      strange = self._apply(view, edge, rows[view.held], named)
+      strange = self._apply(view, edge, rows[view.held], before, named)
+      before = named
       if strange:
         self._repair(manifest, view, strange, named)
         for i in strange:
@@ -236,21 +235,28 @@ class Follower:
       view: layout.View,
       edge: records.Edge,
       rows: np.ndarray,
+      before: dict[str, np.ndarray] | None,
       named: dict[str, np.ndarray],
   ) -> Sequence[int]:
-    """Applies an edge in place; returns tiles that it does not fit."""
+    """Applies an edge to `before`; returns tiles that it does not fit.
+
+    All tiles but those are then in `named`, which may be `before` itself.
+    """
 
     def apply(found: tuple[np.void, memoryview]) -> int | None:
       row, payload = found
       tile, post = int(row['tile']), row['post'].tobytes()
-      old = view.read(named, tile)
+      old = None
       if edge.origin is not None:
+        old = view.read(before, tile)
         now = codec.digest(old)
         if now == post:  # a repeated delta, or an unchanged tile
+          if before is not named:
+            view.write(named, tile, old)
           return None
         if now[:8] != row['pre'].tobytes():
           return tile
-      new = codec.apply(int(row['codec']), payload, old)
+      new = codec.apply(int(row['codec']), payload, old, view.word(tile))
       _check(new, row, edge)
       view.write(named, tile, new)
       return None
@@ -269,7 +275,7 @@ class Follower:
     self.digest_mismatches += len(tiles)
     for step, edge in self._from_base(manifest):
       rows = self._store.index(edge, step.table)[np.asarray(tiles)]
-      if self._apply(view, edge, rows, named):
+      if self._apply(view, edge, rows, named, named):
         raise records.StoreError(
             f'{edge.name}: does not continue the version before it'
         )

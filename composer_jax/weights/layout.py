@@ -128,7 +128,7 @@ class Table:
     """(array name, block) of every tile; the index is the tile's number."""
     return tuple((p.name, block) for p in self.params for block in p.blocks())
 
-  @property
+  @functools.cached_property
   def itemsizes(self) -> dict[str, int]:
     """Bytes per element of every array."""
     return {p.name: dtype(p.dtype).itemsize for p in self.params}
@@ -137,11 +137,19 @@ class Table:
     """Array and index expression of a tile in the arrays at hand."""
     return self.tiles[tile]
 
+  def word(self, tile: int) -> np.dtype:
+    """Type of the words of a tile."""
+    return np.dtype(np.uint16 if self.itemsize(tile) == 2 else np.uint8)
+
+  def itemsize(self, tile: int) -> int:
+    """Bytes per element of a tile."""
+    return self.itemsizes[self.tiles[tile][0]]
+
   def read(self, named: Mapping[str, np.ndarray], tile: int) -> np.ndarray:
     """The words of a tile, flat: uint16 for 2-byte types, else uint8."""
     name, block = self._block(tile)
     array = np.ascontiguousarray(named[name][block]).reshape(-1)
-    return array.view(np.uint16 if array.itemsize == 2 else np.uint8)
+    return array.view(self.word(tile))
 
   def write(
       self, named: Mapping[str, np.ndarray], tile: int, words: np.ndarray

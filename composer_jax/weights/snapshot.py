@@ -35,8 +35,7 @@ def base_tile(
 ) -> Tile:
   """A tile as joiners get it."""
   new = view.read(named, tile)
-  itemsize = view.itemsizes[view.tiles[tile][0]]
-  encoded = codec.encode(None, new, itemsize=itemsize)
+  encoded = codec.encode(None, new, itemsize=view.itemsize(tile))
   return Tile(encoded, _NO_DIGEST, codec.digest(new))
 
 
@@ -78,7 +77,10 @@ class Snapshot:
     if self.origin is not None and new.dtype == np.uint16:
       self._fresh[i] = steps.between(old, new)
     encoded = codec.encode(
-        old, new, itemsize=self._itemsize(i), raw_above=raw_above
+        old,
+        new,
+        itemsize=self.view.itemsize(self.tiles[i]),
+        raw_above=raw_above,
     )
     return Tile(encoded, pre[:8], post)
 
@@ -91,11 +93,15 @@ class Snapshot:
     if pre == post:
       return Tile(codec.unchanged(new), pre[:8], post)
     if new.dtype != np.uint16:  # few and small: their old bytes are not kept
-      encoded = codec.encode(None, new, itemsize=self._itemsize(i))
+      encoded = codec.encode(
+          None, new, itemsize=self.view.itemsize(self.tiles[i])
+      )
       return Tile(encoded, pre[:8], post)
     parts = [v[i] for v in (*self._window, self._fresh) if i in v]
     old = steps.undo(new, steps.compose(parts, new.size))
-    return Tile(codec.encode(old, new, raw_above=raw_above), pre[:8], post)
+    # Whoever is far behind has more to fetch than to compute.
+    encoded = codec.encode(old, new, codec=codec.F, raw_above=raw_above)
+    return Tile(encoded, pre[:8], post)
 
   def advance(
       self,
@@ -127,9 +133,6 @@ class Snapshot:
   def forget_draft(self) -> None:
     """Drops what a version left that was not published."""
     self._fresh = {}
-
-  def _itemsize(self, i: int) -> int:
-    return self.view.itemsizes[self.view.tiles[self.tiles[i]][0]]
 
 
 def digests(
