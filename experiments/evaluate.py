@@ -109,7 +109,7 @@ def _score(workdir: pathlib.Path) -> dict:
 
 def main() -> int | None:
   from composer_jax.weights import follow
-  from composer_jax.weights import store
+  from composer_jax.weights import records
   from rich import console
 
   workdir = flags.existing_workdir()
@@ -118,7 +118,7 @@ def main() -> int | None:
     raise ValueError(f'--json={path}: there is no directory {path.parent}')
   try:
     record = _score(workdir)
-  except (store.StoreError, follow.FollowError) as error:
+  except (records.StoreError, follow.FollowError) as error:
     print(f'evaluate: damaged store: {error}', file=sys.stderr)
     return 1
   out = console.Console(highlight=False, markup=False, emoji=False)

@@ -15,7 +15,7 @@ from unittest import mock
 from absl.testing import absltest
 import boto3
 from moto import server as moto_server
-import sample_weights
+from tests import sample_weights
 
 from composer_jax import config
 from composer_jax.weights import follow
@@ -99,7 +99,7 @@ class S3Test(absltest.TestCase):
     self.assertTrue(sample_weights.same(late.poll()[1], named[-1]))
     opened = store.Store(url)
     self.assertGreater(opened.horizon(), 0)
-    self.assertLess(len(opened.list('m/')), len(named))
+    self.assertLess(len(opened.keys('m/')), len(named))
 
   def test_racing_trainers(self):
     url = self._url()
@@ -119,7 +119,7 @@ class S3Test(absltest.TestCase):
     for step, arrays in enumerate(named):
       publisher.publish(step, arrays)
     opened = store.Store(url)
-    (segment,) = [k for k in opened.list('d/') if '.seg.' in k]
+    (segment,) = [k for k in opened.keys('d/') if '.seg.' in k]
     data = opened.read(segment)[1]
     for cut in (len(data) // 2, 0, None):
       opened.delete(segment)

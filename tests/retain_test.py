@@ -4,7 +4,7 @@ import pathlib
 import tempfile
 
 from absl.testing import absltest
-import sample_weights
+from tests import sample_weights
 
 from composer_jax import config
 from composer_jax.runs import stored_weights

@@ -7,7 +7,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
-import sample_weights
+from tests import sample_weights
 
 from composer_jax import config
 from composer_jax.weights import codec
@@ -132,7 +132,7 @@ class WritersTest(parameterized.TestCase):
     for step, named in enumerate(self.named):
       got = follow.Follower(self.url).fetch(step)
       self.assertTrue(sample_weights.same(got, named))
-    left = store.Store(self.url).list('round/')
+    left = store.Store(self.url).keys('round/')
     self.assertLessEqual(len(left), 2 * 3 * len(_FSDP))
 
   def test_missing_tiles_are_refused(self):

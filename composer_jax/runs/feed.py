@@ -38,7 +38,9 @@ def stored_versions(url: str) -> set[int]:
   """Steps of the versions that the store still holds."""
   store = store_lib.Store(url)
   link, _ = store.latest()
-  return set() if link is None else {at.version for at, _ in store.history(link)}
+  return (
+      set() if link is None else {at.version for at, _ in store.history(link)}
+  )
 
 
 class WeightFeed:

@@ -41,14 +41,14 @@ def collect(
   before = {'horizon': 0, 'condemned': [], 'leases': {}}
   if state == 'value':
     before = json.loads(data)
-  leases = {key: json.loads(store.read(key)[1]) for key in store.list('lease/')}
+  leases = {key: json.loads(store.read(key)[1]) for key in store.keys('lease/')}
   dead = [k for k, v in leases.items() if before['leases'].get(k) == v]
   pinned = [v['version'] for k, v in leases.items() if k not in dead]
   try:
     horizon, kept = _kept(store, latest, keep_bases, pinned)
   except records.StoreError:
     return []
-  present = {key for kind in _KINDS for key in store.list(kind)}
+  present = {key for kind in _KINDS for key in store.keys(kind)}
   condemned = present - kept if horizon is not None else set()
   removed = sorted(condemned & set(before['condemned']), key=_order)
   state = {

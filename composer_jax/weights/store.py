@@ -75,7 +75,7 @@ class Store:
     """Removes an object; nothing happens if it is not there."""
     self._done(key, self._kv.write(key, None))
 
-  def list(self, prefix: str) -> list[str]:
+  def keys(self, prefix: str) -> list[str]:
     """The keys that start with a prefix."""
     last = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     keys = self._kv.list(ts.KvStore.KeyRange(prefix, last)).result()

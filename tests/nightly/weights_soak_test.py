@@ -7,7 +7,6 @@ import functools
 import gc
 from http import server
 import pathlib
-import sys
 import tempfile
 import threading
 import time
@@ -20,10 +19,8 @@ from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 from composer_jax.weights import publish
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-import remote_store_test  # noqa: E402
-import sample_weights  # noqa: E402
+from tests import remote_store_test
+from tests import sample_weights
 
 _MB = 1 << 20
 

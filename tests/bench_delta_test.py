@@ -1,4 +1,4 @@
-"""The weights suite counts what it says, and its exact bars hold."""
+"""The delta suite counts what it says, and its exact bars hold."""
 
 from xml.etree import ElementTree
 
@@ -6,7 +6,7 @@ from absl.testing import absltest
 import numpy as np
 
 from experiments.bench_suites import masters
-from experiments.bench_suites import weights
+from experiments.bench_suites import delta
 
 
 class WeightsSuiteTest(absltest.TestCase):
@@ -14,8 +14,8 @@ class WeightsSuiteTest(absltest.TestCase):
   def test_bars_hold_at_one_percent_changed(self):
     versions = masters.simulate(1e-6, 1 << 21)
     pair = next(versions), next(versions)
-    found = weights.sizes_of('x', pair, strict=True)
-    found += weights.slice_of(pair)
+    found = delta.sizes_of('x', pair, strict=True)
+    found += delta.slice_of(pair)
     by_name = {f.name: f for f in found}
     self.assertBetween(by_name['x changed'].value, 0.9, 1.3)
     self.assertEqual(by_name['x int32+bf16 per change'].value, 48)
@@ -29,16 +29,16 @@ class WeightsSuiteTest(absltest.TestCase):
     self.assertGreater((next(versions) != next(versions)).mean(), 0.05)
 
   def test_figures_say_what_was_missed(self):
-    self.assertIn('MISSED', str(weights.Figure('x', 1.0, '', least=2.0)))
-    self.assertIn('ok', str(weights.Figure('x', 1.0, '', most=2.0)))
+    self.assertIn('MISSED', str(delta.Figure('x', 1.0, '', least=2.0)))
+    self.assertIn('ok', str(delta.Figure('x', 1.0, '', most=2.0)))
 
   def test_plot(self):
     results = [
-        weights.Figure(f'lr {rate:g} {label} ratio', 100 / (i + 1), 'x')
+        delta.Figure(f'lr {rate:g} {label} ratio', 100 / (i + 1), 'x')
         for i, rate in enumerate((1e-7, 1e-6, 3e-6, 1e-5))
         for label in ('F', 'E', 'D2', 'xor+zstd1', 'int32+bf16')
     ]
-    texts = [*ElementTree.fromstring(weights.plot(results)).itertext()]
+    texts = [*ElementTree.fromstring(delta.plot(results)).itertext()]
     self.assertIn('PULSE 130x', texts)
     self.assertIn('1e-06', texts)
 
