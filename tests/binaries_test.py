@@ -133,6 +133,28 @@ class WrongInputTest(parameterized.TestCase):
 
 class QuickstartTest(absltest.TestCase):
 
+  def test_run_that_could_learn_nothing_still_sums_up(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / 'hopeless.py').write_text(
+        'import dataclasses\n'
+        'from composer_jax.rewards import verify\n'
+        'from tests import small_config\n'
+        'def experiment():\n'
+        '  small = small_config.experiment()\n'
+        '  return dataclasses.replace(small, rewards=(verify.Verify(),))\n'
+    )
+    done = small_run.run(
+        'quickstart',
+        folder / 'run',
+        'rl.steps=1',
+        config=str(folder / 'hopeless.py'),
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+    summary = json.loads((folder / 'run' / 'summary.json').read_text())
+    self.assertIsNone(summary['mismatch_kl_same_version'])
+    self.assertEqual(summary['same_version_tokens'], 0)
+    self.assertIn('<svg', (folder / 'run' / 'report.html').read_text())
+
   def test_interrupted_and_continued_run_sums_up_as_one(self):
     workdir = pathlib.Path(self.create_tempdir().full_path) / 'run'
     with subprocess.Popen(

@@ -149,7 +149,8 @@ def build(run: pipeline.Run) -> dict[str, Any]:
           phase: _ends(records[phase], 'bits_per_byte')
           for phase in ('midtrain', 'warmup')
       },
-      'mismatch_kl_same_version': max(map(abs, same)),
+      # None if no step had anything to train on: nothing was measured then.
+      'mismatch_kl_same_version': max(map(abs, same), default=None),
       'same_version_tokens': _same_version_tokens(rl),
       'audit': dataclasses.asdict(audit),
       'weights': {
