@@ -137,7 +137,7 @@ class Follower:
         return self._build(path)
       except records.StoreError as e:
         failed = failed or e
-    raise failed
+    raise failed or records.StoreError(f'version {link.version}: no base')
 
   def _paths(self, link: records.Link) -> Iterator[_Path]:
     """Ways to a version: over skips, over deltas, from a base."""

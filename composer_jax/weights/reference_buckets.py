@@ -152,7 +152,7 @@ class _Interval:
       self.put(min(first + ones, last), 0)
       self.even(value & ((1 << k) - 1), k)
 
-  def bytes(self) -> bytes:
+  def packed(self) -> bytes:
     for zeros in (32, 24, 16, 8, 0):
       value = -(-self.low >> zeros << zeros)
       if value < self.low + self.width:
@@ -181,4 +181,4 @@ def range_pack(changes: buckets.Changes) -> bytes:
       out.unary(ranges.GAP, ranges.SIGN - 1, gap, k_gap)
       out.put(ranges.SIGN, down)
       out.unary(ranges.SIZE, ranges.CONTEXTS - 1, size, k_size)
-  return out.bytes()
+  return out.packed()
