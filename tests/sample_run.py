@@ -166,7 +166,7 @@ def _summary(steps: int) -> dict:
           'digest_mismatches': 0,
           'mean_changed_fraction': 0.57,
           'bits_per_changed': 8.9,
-          'mean_ratio': 3.2,
+          'ratio': 3.2,
       },
       'staleness': {'mean': 0.69, 'max': 3},
       'lost_rollouts': 0,

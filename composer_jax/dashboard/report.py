@@ -216,7 +216,7 @@ def facts(run: data.Run) -> list[tuple[str, str]]:
       '{:.1%}',
   )
   add('Bits per changed value', weights.get('bits_per_changed'), '{:.2f}')
-  add('Delta against all weights', weights.get('mean_ratio'), '{:.1f}x smaller')
+  add('Delta against all weights', weights.get('ratio'), '{:.1f}x smaller')
   staleness = s.get('staleness', {})
   add('Token staleness, mean', staleness.get('mean'), '{:.2f} versions')
   add('Token staleness, max', staleness.get('max'), '{:g} versions')

@@ -78,13 +78,17 @@ def _seconds(records: Records) -> dict[str, float]:
 
 
 def _weights(rl) -> dict[str, float]:
-  bits = 8 * sum(_series(rl, 'weights/delta_bytes'))
+  sent = _series(rl, 'weights/delta_bytes')
+  # Of sums: a step without an update would dominate a mean of ratios.
+  whole = sum(
+      r * n for r, n in zip(_series(rl, 'weights/ratio'), sent, strict=True)
+  )
   changed = sum(_series(rl, 'weights/changed_values'))
   return {
       'versions_published': len(_series(rl, 'weights/version')),
       'mean_changed_fraction': _mean(_series(rl, 'weights/changed_fraction')),
-      'bits_per_changed': bits / changed if changed else 0.0,
-      'mean_ratio': _mean(_series(rl, 'weights/ratio')),
+      'bits_per_changed': 8 * sum(sent) / changed if changed else 0.0,
+      'ratio': whole / sum(sent),
   }
 
 
