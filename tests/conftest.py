@@ -1,7 +1,13 @@
-"""Strict numerics and four fake devices for every test."""
+"""Strict numerics, four fake devices and repeatable examples for every test."""
 
 from absl import flags
+import hypothesis
 import jax
+
+# A red test says something about the change, not about the day's examples.
+# --hypothesis-profile=default looks for new ones.
+hypothesis.settings.register_profile('repeatable', derandomize=True)
+hypothesis.settings.load_profile('repeatable')
 
 
 def pytest_configure(config):

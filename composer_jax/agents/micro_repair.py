@@ -283,6 +283,8 @@ def _candidate(
       [rng.randint(-6, 9) for _ in range(rng.randint(2, 5))]
       for _ in range(_INPUTS)
   ]
+  if len(set(map(tuple, inputs))) < _INPUTS:
+    return None  # the example in the prompt must not decide the reward too
   expected = _evaluate('\n'.join(gold), inputs)
   actual = _evaluate(text, inputs)
   wrong = [k for k in range(_INPUTS) if actual[k] != expected[k]]
