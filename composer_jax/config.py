@@ -84,7 +84,7 @@ class RolloutConfig:
   slots: int = 256  # sequences decoded together
   context_tokens: int = 128  # longest sequence, prompt included
   steps_per_sync: int = 2  # decode steps per host round trip
-  prefill_rows: int = 16  # prompts prefetched together
+  prefill_rows: int = 16  # prompts prefilled together
 
 
 @dataclasses.dataclass(frozen=True)

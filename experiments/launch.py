@@ -9,13 +9,12 @@ from absl import flags as absl_flags
 from experiments import flags
 
 
-def define(cache: bool = True) -> None:
+def define() -> None:
   """Defines the flags of a training binary."""
   flags.define_experiment()
   flags.define_workdir()
   flags.define_dry_run()
-  if cache:
-    flags.define_compilation_cache()
+  flags.define_compilation_cache()
 
 
 def main(work: Callable[..., bool]) -> int:

@@ -157,15 +157,6 @@ class EncodeTest(absltest.TestCase):
       text = ''.join(tokenizer.id_to_token(int(t)) for t in ids[1:])
       self.assertEqual(bytes(alphabet[c] for c in text).decode(), d.text)
 
-  def test_harness_text_gets_its_share_and_code_is_whole(self):
-    documents = [corpus.Document('a.py', 'x' * 5000)]
-    texts = list(corpus.tokenizer_texts(documents, ['0a', '1bc'], 0.25))
-    self.assertEqual(texts[0], 'x' * 5000)
-    self.assertEqual(texts[1:5], ['0a', '1bc'] * 2)
-    share = sum(map(len, texts[1:])) / sum(map(len, texts))
-    self.assertAlmostEqual(share, 0.25, delta=0.001)
-    self.assertLen(list(corpus.tokenizer_texts(documents, [])), 1)
-
   def test_bits_per_byte_of_uniform_bytes_is_eight(self):
     self.assertAlmostEqual(
         corpus.bits_per_byte(100 * math.log(256), 100), 8.0, places=12

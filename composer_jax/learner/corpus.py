@@ -141,25 +141,6 @@ def _order_key(name: str) -> bytes:
   return hashlib.sha256(name.encode()).digest()[8:]
 
 
-def tokenizer_texts(
-    documents: Sequence[Document],
-    harness: Sequence[str],
-    harness_fraction: float = 0.1,
-) -> Iterator[str]:
-  """What to fit a tokenizer to: code, and what the harness will show.
-
-  Args:
-    documents: the training side of a corpus.
-    harness: task texts, as rendered; repeated in whole passes.
-    harness_fraction: least share of the characters that they get.
-  """
-  yield from (d.text for d in documents)
-  code = sum(len(d.text) for d in documents)
-  want = code * harness_fraction / (1 - harness_fraction)
-  for _ in range(math.ceil(want / max(1, sum(map(len, harness))))):
-    yield from harness
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
   """Encoded documents, end to end.
