@@ -141,13 +141,15 @@ def between(old: np.ndarray, new: np.ndarray) -> Changes:
   return out
 
 
-def apply(old: np.ndarray, changes: Changes) -> np.ndarray:
-  """Inverse of `between`: the new words in a fresh array.
+def apply(
+    old: np.ndarray, changes: Changes, out: np.ndarray | None = None
+) -> np.ndarray:
+  """Inverse of `between`: the new words, in `out` or a fresh array.
 
   Raises:
     ValueError: a change lies behind the last word.
   """
-  out = old.copy()
+  out = kernels.copied(old, out)
   if not _apply(out, *changes):
     raise ValueError('delta payload: changes leave the tile; damaged')
   return out

@@ -256,7 +256,8 @@ class Follower:
           return None
         if now[:8] != row['pre'].tobytes():
           return tile
-      new = codec.apply(int(row['codec']), payload, old, view.word(tile))
+      out = None if old is None else parallel.scratch(old)
+      new = codec.apply(int(row['codec']), payload, old, view.word(tile), out)
       _check(new, row, edge)
       view.write(named, tile, new)
       return None

@@ -131,9 +131,19 @@ def split(old: np.ndarray, new: np.ndarray) -> reference.Streams:
   )
 
 
-def merge(old: np.ndarray, streams: reference.Streams) -> np.ndarray:
-  """See `reference.merge`."""
-  out = old.copy()
+def copied(old: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+  """A copy of `old`, in `out` or a fresh array."""
+  if out is None:
+    return old.copy()
+  np.copyto(out, old)
+  return out
+
+
+def merge(
+    old: np.ndarray, streams: reference.Streams, out: np.ndarray | None = None
+) -> np.ndarray:
+  """See `reference.merge`; the new words go to `out` or a fresh array."""
+  out = copied(old, out)
   if streams.signs.size * 8 < streams.changed or not _merge(out, *streams):
     raise ValueError('delta payload: streams disagree; damaged')
   return out

@@ -118,7 +118,9 @@ class Snapshot:
       new_origin: the version itself if skip deltas are to start from it.
     """
     for i in np.flatnonzero((posts != self._digests).any(axis=1)):
-      self._words[i][:] = self.view.read(named, self.tiles[i])
+      new = self.view.read(named, self.tiles[i])
+      where = self._fresh[i].where if i in self._fresh else slice(None)
+      self._words[i][where] = new[where]
     self._digests = posts.copy()
     self._window.append(self._fresh)
     self._kept += sum(s.where.size for s in self._fresh.values())
