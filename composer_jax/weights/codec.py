@@ -30,6 +30,8 @@ F = 3  # `buckets.Changes` through the range coder of `ranges`
 XOR = 4  # any other type than 2-byte floats: XOR of the bytes, zstd
 NAMES = {RAW: 'raw', D2: 'D2', E: 'E', F: 'F', XOR: 'xor'}
 
+DELTAS = {NAMES[i]: i for i in (D2, E, F)}
+
 _PACKERS = {E: rice, F: ranges}
 
 _LEVEL = 1

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import layout
 from composer_jax.weights import records
@@ -67,7 +68,7 @@ class Snapshot:
     self._origin_digests = self._digests
 
   def delta_tile(
-      self, named: Mapping[str, np.ndarray], i: int, raw_above: float
+      self, named: Mapping[str, np.ndarray], i: int, cfg: config.WeightsConfig
   ) -> Tile:
     """A tile as it follows from the version before."""
     old, new = self._words[i], self.view.read(named, self.tiles[i])
@@ -79,13 +80,14 @@ class Snapshot:
     encoded = codec.encode(
         old,
         new,
+        codec=codec.DELTAS[cfg.codec],
         itemsize=self.view.itemsize(self.tiles[i]),
-        raw_above=raw_above,
+        raw_above=cfg.raw_above_changed_fraction,
     )
     return Tile(encoded, pre[:8], post)
 
   def skip_tile(
-      self, named: Mapping[str, np.ndarray], i: int, raw_above: float
+      self, named: Mapping[str, np.ndarray], i: int, cfg: config.WeightsConfig
   ) -> Tile:
     """A tile as it follows from `origin`; `delta_tile(i)` comes first."""
     new = self.view.read(named, self.tiles[i])
@@ -100,6 +102,7 @@ class Snapshot:
     parts = [v[i] for v in (*self._window, self._fresh) if i in v]
     old = steps.undo(new, steps.compose(parts, new.size))
     # Whoever is far behind has more to fetch than to compute.
+    raw_above = cfg.raw_above_changed_fraction
     encoded = codec.encode(old, new, codec=codec.F, raw_above=raw_above)
     return Tile(encoded, pre[:8], post)
 
