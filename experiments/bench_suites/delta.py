@@ -14,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import zstandard
 
 from composer_jax import config
@@ -186,36 +187,69 @@ def _as_named(words: np.ndarray) -> dict[str, np.ndarray]:
   return {'w': words.reshape(-1, 512, 512).view(ml_dtypes.bfloat16)}
 
 
-def _end_to_end(pair: Pair, pairs: int) -> paired.Result:
+class _Link:
+  """A publisher and a follower of a store of their own, versions in turn."""
+
+  def __init__(self, folder: str, name: str, named: list, **weights):
+    cfg = config.WeightsConfig(**weights)
+    url = f'file://{folder}/{name}/'
+    self._publisher = publish.Publisher(url, cfg, 'bench')
+    self._url = url
+    self._follower = follow.Follower(url)
+    self._named = named
+    self._step = 0
+    self.pass_on()
+
+  def pass_on(self) -> None:
+    """One version, published until it is applied and verified."""
+    self._step += 1
+    self._publisher.publish(self._step, self._named[self._step % 2])
+    self._follower.poll()
+
+  def pass_all(self) -> None:
+    """The same for a host that has nothing yet: every byte travels."""
+    self._follower = follow.Follower(self._url)
+    self.pass_on()
+
+
+def _end_to_end(pair: Pair, pairs: int) -> list[paired.Result]:
   """Publish until applied and verified, against all bytes there and back."""
   named = [_as_named(words) for words in pair]
+  out = []
   with tempfile.TemporaryDirectory() as folder:
-    url = f'file://{folder}/'
-    cfg = config.WeightsConfig(base_every_versions=1_000_000)
-    publisher = publish.Publisher(url, cfg, 'bench')
-    follower = follow.Follower(url)
-    plain = store_lib.Store(f'file://{folder}/full/')
-    count = iter(range(1_000_000))
+    never = {'base_every_versions': 1_000_000}
+    links = {c: _Link(folder, c, named, codec=c, **never) for c in ('E', 'D2')}
+    whole = _Link(folder, 'whole', named, base_every_versions=1)
+    plain = store_lib.Store(f'file://{folder}/plain/')
+    orbax = ocp.PyTreeCheckpointer()
 
-    def delta():
-      i = next(count)
-      publisher.publish(i, named[i % 2])
-      follower.poll()
-
-    def full():
+    def bare():
       blob = plain.put('weights', named[0]['w'].tobytes())
       np.frombuffer(plain.get(blob), np.uint16)
 
-    delta()
-    return paired.measure(
-        'publish to applied',
-        delta,
-        {'full write + read': full},
-        work=pair[0].nbytes / 1e6,
-        unit='MB/s',
-        pairs=pairs,
-        target=5.0,
-    )
+    def checkpoint():
+      orbax.save(f'{folder}/orbax', named[0], force=True)
+      orbax.restore(f'{folder}/orbax')
+
+    peers = {
+        'a whole version': whole.pass_all,
+        'Orbax save + restore': checkpoint,
+        'bare write + read': bare,
+    }
+    for label, link in links.items():
+      for peer, run in peers.items():
+        out.append(
+            paired.measure(
+                f'{label} publish to applied',
+                link.pass_on,
+                {peer: run},
+                work=pair[0].nbytes / 1e6,
+                unit='MB/s',
+                pairs=pairs,
+                target=5.0,
+            )
+        )
+  return out
 
 
 def _chain(versions: int, values: int) -> list[Figure]:
@@ -307,7 +341,7 @@ def run(*, pairs: int, values: int = 1 << 23) -> list[Figure | paired.Result]:
   out += _chain(100, values // 4)
   out += _speeds(reference, pairs)
   large = tuple(np.tile(words, 8) for words in reference)
-  out.append(_end_to_end(large, pairs))
+  out += _end_to_end(large, pairs)
   return out
 
 
