@@ -22,6 +22,7 @@ from composer_jax.weights import layout
 from composer_jax.weights import ranges
 from composer_jax.weights import reference
 from composer_jax.weights import rice
+from composer_jax.weights import steps as steps_lib
 
 RAW = 0  # the tile's bytes
 D2 = 1  # `reference.Streams`, zstd per stream
@@ -45,6 +46,7 @@ class Encoded(NamedTuple):
   codec: int
   payload: bytes
   changed: int  # elements
+  steps: steps_lib.Steps | None = None  # that the payload has; 2-byte floats
 
 
 def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
@@ -80,15 +82,13 @@ def _unpack(packed: bytes, length: int) -> bytes:
   return raw
 
 
-def _encode_d2(old: np.ndarray, new: np.ndarray) -> tuple[bytes, int]:
-  changed, *streams = kernels.split(old, new)
-  if not changed:
-    return b'', 0
+def _pack_d2(found: steps_lib.Steps) -> bytes:
+  changed, *streams = kernels.split(*found)
   packed = [_pack(s) for s in streams]
   gaps, _, skips, magnitudes = streams
   lengths = (changed, gaps.nbytes, skips.nbytes, magnitudes.nbytes)
   sizes = [len(p) for p in packed[:3]]
-  return b''.join((_HEAD.pack(*lengths, *sizes), *packed)), changed
+  return b''.join((_HEAD.pack(*lengths, *sizes), *packed))
 
 
 def _apply_d2(
@@ -112,13 +112,13 @@ def _apply_d2(
 
 def _encode_words(
     codec: int, old: np.ndarray, new: np.ndarray
-) -> tuple[bytes, int]:
-  """Payload and number of changes between words of 2-byte floats."""
+) -> tuple[bytes, steps_lib.Steps]:
+  """Payload and steps between words of 2-byte floats."""
   if codec == D2:
-    return _encode_d2(old, new)
-  changes = buckets.between(old, new)
-  count = changes.gaps.size
-  return _PACKERS[codec].pack(changes) if count else b'', count
+    found = steps_lib.between(old, new)
+    return _pack_d2(found) if found.where.size else b'', found
+  changes, found = buckets.between(old, new)
+  return _PACKERS[codec].pack(changes) if found.where.size else b'', found
 
 
 def encode(
@@ -141,11 +141,12 @@ def encode(
   Returns:
     The payload of the smaller of delta and raw.
   """
-  values = new.nbytes // itemsize
+  values, found = new.nbytes // itemsize, None
   if old is None:
     return Encoded(RAW, new.tobytes(), values)
   if new.dtype == np.uint16:
-    payload, changed = _encode_words(codec, old, new)
+    payload, found = _encode_words(codec, old, new)
+    changed = found.where.size
   else:
     codec = XOR
     mask = old ^ new
@@ -154,8 +155,8 @@ def encode(
   if not changed:
     return unchanged(new)
   if changed > raw_above * values or len(payload) >= new.nbytes:
-    return Encoded(RAW, new.tobytes(), changed)
-  return Encoded(codec, payload, changed)
+    return Encoded(RAW, new.tobytes(), changed, found)
+  return Encoded(codec, payload, changed, found)
 
 
 def unchanged(words: np.ndarray) -> Encoded:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 import collections
 from concurrent import futures
+import os
 import threading
 from typing import TypeVar
 
 import numpy as np
 
-_THREADS = 4
+_THREADS = min(len(os.sched_getaffinity(0)), 8)
 _In = TypeVar('_In')
 _Out = TypeVar('_Out')
 _local = threading.local()
@@ -28,11 +29,13 @@ def ordered(fn: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
       yield ahead.popleft().result()
 
 
-def scratch(like: np.ndarray) -> np.ndarray:
-  """This thread's array of that size and type, until it asks for the next.
+def scratch(name: str, size: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+  """This thread's array of that name, until the thread asks for it again.
 
-  Fresh pages cost several times as much as what is done to them here.
+  Mapping fresh pages costs several times what is done to them here, and every
+  thread has to stop when they are given back.
   """
-  if getattr(_local, 'bytes', np.empty(0, np.uint8)).nbytes < like.nbytes:
-    _local.bytes = np.empty(like.nbytes, np.uint8)
-  return _local.bytes[: like.nbytes].view(like.dtype)
+  held = _local.__dict__
+  if name not in held or held[name].size < size:
+    held[name] = np.empty(size, dtype)
+  return held[name][:size]

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 
 from composer_jax.weights import kernels
+from composer_jax.weights import parallel
 from composer_jax.weights import reference
 
 
@@ -42,8 +43,8 @@ def _find(old, new, where, step):
 
 def between(old: np.ndarray, new: np.ndarray) -> Steps:
   """The steps that lead from old to new, both uint16 [n]."""
-  where = np.empty(old.size, np.uint32)
-  step = np.empty(old.size, np.uint16)
+  where = parallel.scratch('where', old.size, np.uint32)
+  step = parallel.scratch('step', old.size, np.uint16)
   n = _find(kernels.aligned(old), kernels.aligned(new), where, step)
   return Steps(where[:n].copy(), step[:n].copy())
 
