@@ -33,6 +33,7 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
+  kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):
     _require(
@@ -53,6 +54,12 @@ class ModelConfig:
         self,
         'dtype',
         "must be 'float32' or 'bfloat16'",
+    )
+    _require(
+        self.kernels in (None, 'triton', 'reference', 'interpret'),
+        self,
+        'kernels',
+        "must be 'triton', 'reference', 'interpret' or None",
     )
 
 

@@ -130,7 +130,9 @@ def forward(
 
   def attend(q, k, v):
     q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
-    out = attention_kernel.segment_attention(q, k, v, segments, positions)
+    out = attention_kernel.segment_attention(
+        q, k, v, segments, positions, implementation=cfg.kernels
+    )
     return out.reshape(b * t, *out.shape[2:])
 
   def body(x, xs):
@@ -173,5 +175,6 @@ def token_logps(
       hidden.reshape(-1, hidden.shape[-1]),
       targets.reshape(-1),
       cfg.norm_eps,
+      implementation=cfg.kernels,
   )
   return logps.reshape(shape), entropy.reshape(shape)
