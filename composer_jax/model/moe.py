@@ -10,6 +10,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
 from kernels_triton import grouped
+from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import router
 from kernels_triton import rows
@@ -40,18 +41,24 @@ def route(
   Returns:
     (gates f32 [R K], routing).
   """
-  logits = normed @ w.astype(jnp.float32)
-  live = router.select(logits, cfg.top_k)
-  blank = trace.blank_route(trace.route_dtype(cfg.experts))
-  experts = router.replayed(live, recorded, blank)
-  gates = router.gates(logits, experts)
+  logits = matmul.matmul(normed, w, implementation=cfg.kernels)
+  gates, experts, live = router.route(
+      logits,
+      None,
+      recorded,
+      top_k=cfg.top_k,
+      blank=trace.blank_route(trace.route_dtype(cfg.experts)),
+      implementation=cfg.kernels,
+  )
   return gates, Routing(experts, live, logits)
 
 
 def _block(cfg, weights, x, attended, recorded):
   wo, norm, w_router = weights
-  x = x.astype(jnp.float32) + attended @ wo
-  normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps)
+  x = x.astype(jnp.float32) + matmul.matmul(
+      attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
+  )
+  normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
   gates, routing = route(normed, w_router, recorded, cfg)
   return x, normed.astype(cfg.dtype), gates, routing
 
@@ -79,12 +86,18 @@ def layer(
   """
   n, d = x.shape
   wo = attention.wo.reshape(-1, d).astype(jnp.float32)
-  block = rows.rowwise(functools.partial(_block, cfg))
+  block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
   x, normed, gates, routing = block(
       (wo, weights.norm, weights.router), x, attended.reshape(n, -1), recorded
   )
   w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   y = grouped.expert_ffn(
-      normed.astype(jnp.float32), gates, routing.experts, w_in, weights.w_out
+      normed.astype(jnp.float32),
+      gates,
+      routing.experts,
+      w_in,
+      weights.w_out,
+      dtype=cfg.dtype,
+      implementation=cfg.kernels,
   )
   return (x + y).astype(cfg.dtype), routing
