@@ -26,7 +26,7 @@ WEIGHT_CONFIGS = {
 
 
 @triton.jit
-def rows_kernel(
+def grouped_rows(
     x,
     w,
     tiles,
@@ -63,7 +63,7 @@ def rows_kernel(
 
 
 @triton.jit
-def weights_kernel(
+def grouped_weights(
     x,
     dy,
     ends,
@@ -115,7 +115,7 @@ def rows_matmul(x, w, sizes, *, transposed: bool, implementation: str):
   config = launch.config(CONFIGS, x.dtype, implementation)
   tiles = _tiles(sizes, n, config.tiles['BM'])
   (y,) = launch.call(
-      rows_kernel,
+      grouped_rows,
       x,
       w,
       tiles,
@@ -137,7 +137,7 @@ def weights_matmul(x, dy, sizes, *, implementation: str):
   config = launch.config(WEIGHT_CONFIGS, x.dtype, implementation)
   groups = len(sizes)
   (dw,) = launch.call(
-      weights_kernel,
+      grouped_weights,
       x,
       dy,
       jnp.cumsum(sizes).astype(jnp.int32),

@@ -17,7 +17,7 @@ CONFIGS = {
 
 
 @triton.jit
-def forward_kernel(
+def rms_norm_forward(
     x, scale, y, inverse, D: tl.constexpr, EPS: tl.constexpr, BD: tl.constexpr
 ):
   row = tl.program_id(0).to(tl.int64)
@@ -30,7 +30,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rms_norm_backward(
     x,
     scale,
     inverse,
@@ -63,7 +63,7 @@ def backward_kernel(
 
 
 @triton.jit
-def sum_kernel(partial, count, out, D: tl.constexpr, BD: tl.constexpr):
+def sum_rows(partial, count, out, D: tl.constexpr, BD: tl.constexpr):
   """Sums rows of f32 [n D], ascending."""
   n = tl.load(count)
   d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -79,7 +79,7 @@ def forward(x, scale, eps, implementation):
   """Returns (y f32 [n D], 1 / root mean square f32 [n])."""
   n, d = x.shape
   return launch.call(
-      forward_kernel,
+      rms_norm_forward,
       x,
       scale,
       out=[
@@ -101,7 +101,7 @@ def backward(x, scale, inverse, dy, implementation):
   config = launch.config(CONFIGS, x.dtype, implementation)
   chunks = -(-n // _BACKWARD_ROWS)
   dx, partial = launch.call(
-      backward_kernel,
+      rms_norm_backward,
       x,
       scale,
       inverse,
@@ -119,7 +119,7 @@ def backward(x, scale, inverse, dy, implementation):
       ROWS=_BACKWARD_ROWS,
   )
   (dscale,) = launch.call(
-      sum_kernel,
+      sum_rows,
       partial,
       launch.size(chunks),
       out=[jax.ShapeDtypeStruct((d,), jnp.float32)],

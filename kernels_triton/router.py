@@ -66,7 +66,7 @@ def filtered(
     experts: i32 [R K], distinct in a row.
     live: i32 [R K], best first.
     values: f32 [R E] that the live choice was made by.
-    threshold: 0 keeps everything, as values are positive.
+    threshold: in (0, 1].
 
   Returns:
     i32 [R K].
@@ -190,7 +190,7 @@ def route(
     scores: 'softmax' or 'sigmoid'; see `gates`.
     renormalize: see `gates`.
     scale: see `gates`.
-    threshold: of `filtered`.
+    threshold: of `filtered`; 0 obeys the record whatever it says.
     implementation: see `launch`.
 
   Returns:

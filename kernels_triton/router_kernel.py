@@ -37,7 +37,7 @@ def _ordered_sum(values, k, K: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def route_forward(
     logits,
     bias,
     recorded,
@@ -97,7 +97,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def route_backward(
     logits,
     experts,
     dgates,
@@ -151,7 +151,7 @@ def forward(logits, bias, recorded, rule, implementation):
   n = logits.shape[0]
   ids = jax.ShapeDtypeStruct((n, rule.top_k), jnp.int32)
   return launch.call(
-      forward_kernel,
+      route_forward,
       logits,
       bias,
       recorded,
@@ -168,7 +168,7 @@ def forward(logits, bias, recorded, rule, implementation):
 def backward(logits, experts, dgates, rule, implementation):
   """Returns the gradient of the logits."""
   (dlogits,) = launch.call(
-      backward_kernel,
+      route_backward,
       logits,
       experts,
       dgates,
