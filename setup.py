@@ -25,6 +25,8 @@ _CORE = [
     'zstandard',
 ]
 
+_KERNELS = ['jax-triton==0.3.1', 'triton>=3.6,<3.10']
+
 setuptools.setup(
     name='composer_jax',
     version='0.1.0',
@@ -42,7 +44,9 @@ setuptools.setup(
     package_data={'composer_jax.dashboard': ['templates/*']},
     install_requires=_CORE,
     extras_require={
-        'gpu': ['jax[cuda13]', 'jax-triton==0.3.1', 'triton'],
+        'gpu': ['jax[cuda13]', *_KERNELS],
+        # What tests the kernels on a machine without a GPU.
+        'kernels': _KERNELS,
         'serve': ['httpx', 'sqlalchemy', 'starlette', 'uvicorn'],
         'fleet': ['nats-py'],
         'peers': ['openai', 'torch==2.13.0', 'transformers'],

@@ -18,6 +18,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import launch
 
 _MASKED = -1e30
 _ONES = 8  # columns of ones next to v: their product is the softmax sum
@@ -154,12 +155,18 @@ def _forward(q, k, v, segments, positions):
 
 
 @jax.custom_vjp
+def _segment_attention(q, k, v, segments, positions):
+  return _forward(q, k, v, segments, positions)[0]
+
+
 def segment_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
     positions: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
   """Causal attention within segments of packed rows.
 
@@ -169,6 +176,7 @@ def segment_attention(
     v: [B T M H].
     segments: i32 [B T]; tokens see their own segment only.
     positions: i32 [B T], within the segment.
+    implementation: see `launch`.
 
   Returns:
     f32 [B T N H].
@@ -176,7 +184,8 @@ def segment_attention(
   Raises:
     ValueError: T is not a multiple of KEY_BLOCK.
   """
-  return _forward(q, k, v, segments, positions)[0]
+  launch.resolve(implementation)
+  return _segment_attention(q, k, v, segments, positions)
 
 
 def _backward(residuals, g):
@@ -227,12 +236,17 @@ def _backward(residuals, g):
   return unfold(dq, n), heads_first(dk), heads_first(dv), None, None
 
 
-segment_attention.defvjp(_forward, _backward)
+_segment_attention.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.named_call, name='decode_attention')
 def decode_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
   """Attention of one new token per sequence to its cache.
 
@@ -244,10 +258,12 @@ def decode_attention(
     k: [B M S H], the new key included; S a multiple of KEY_BLOCK.
     v: [B M S H].
     positions: i32 [B], of the new token.
+    implementation: see `launch`.
 
   Returns:
     f32 [B N H].
   """
+  launch.resolve(implementation)
   n, m = q.shape[1], k.shape[1]
   keys = contract.KEY_BLOCK
   pad = [(0, 0), (0, contract.QUERY_ROWS - 1), (0, 0), (0, 0)]

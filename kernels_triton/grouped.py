@@ -1,4 +1,4 @@
-"""SwiGLU experts by a tile map: the grouped matmul of the sparse MoE.
+"""Grouped matmul, and the SwiGLU experts of the sparse MoE on top of it.
 
 Assignments are grouped by expert; each tile of EXPERT_ROWS rows belongs to one
 expert, so the bits of a row do not depend on how many rows its expert has.
@@ -14,6 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import launch
 
 
 class _Plan(NamedTuple):
@@ -23,8 +24,8 @@ class _Plan(NamedTuple):
   used: jax.Array  # i32 [], tiles that hold any row
 
 
-def _plan(experts: jax.Array, count: int) -> _Plan:
-  size = contract.EXPERT_ROWS
+def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
+  """Groups by expert, each expert padded to a multiple of `size` rows."""
   total = experts.size
   flat = experts.reshape(-1)
   ids = jnp.arange(count, dtype=jnp.int32)[None, :]
@@ -156,6 +157,71 @@ def _tiles_backward(residuals, dy):
 _tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    dtype: str,
+    implementation: str,
+) -> jax.Array:
+  """Each row times the weights of its group, by a kernel.
+
+  Args:
+    x: f32 [n K], rows in order of their group.
+    w: f32 [E K N].
+    sizes: i32 [E], rows of each group; they sum to n.
+    dtype: type of the operands of every product; sums are f32.
+    implementation: 'triton' or 'interpret'.
+
+  Returns:
+    f32 [n N].
+  """
+  return _grouped_forward(x, w, sizes, dtype, implementation)[0]
+
+
+def _grouped_forward(x, w, sizes, dtype, implementation):
+  from kernels_triton import grouped_kernel  # needs triton
+
+  x, w = x.astype(dtype), w.astype(dtype)
+  y = grouped_kernel.rows_matmul(
+      x, w, sizes, transposed=False, implementation=implementation
+  )
+  return y, (x, w, sizes)
+
+
+def _grouped_backward(dtype, implementation, residuals, dy):
+  from kernels_triton import grouped_kernel  # needs triton
+
+  x, w, sizes = residuals
+  dy = dy.astype(dtype)
+  dx = grouped_kernel.rows_matmul(
+      dy, w, sizes, transposed=True, implementation=implementation
+  )
+  dw = grouped_kernel.weights_matmul(
+      x, dy, sizes, implementation=implementation
+  )
+  return dx, dw, None
+
+
+grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _kernel_ffn(x, gates, experts, w_in, w_out, dtype, implementation):
+  plan = _plan(experts, w_in.shape[0], 1)
+  ids = jnp.arange(w_in.shape[0], dtype=jnp.int32)[None, :]
+  sizes = jnp.sum((experts.reshape(-1, 1) == ids).astype(jnp.int32), axis=0)
+  multiply = functools.partial(
+      grouped_matmul, sizes=sizes, dtype=dtype, implementation=implementation
+  )
+  w_in, w_out = (jnp.asarray(w, jnp.float32) for w in (w_in, w_out))
+  up = multiply(_dispatch(x, plan.slots, plan.sources), w_in)
+  gate, value = jnp.split(up, 2, axis=-1)
+  weights = _dispatch_gates(gates, plan.slots, plan.sources)
+  y = multiply(jax.nn.silu(gate) * value * weights[:, None], w_out)
+  return _combine(y, plan.slots, plan.sources)
+
+
 @functools.partial(jax.named_call, name='expert_ffn')
 def expert_ffn(
     x: jax.Array,
@@ -163,6 +229,9 @@ def expert_ffn(
     experts: jax.Array,
     w_in: jax.Array,
     w_out: jax.Array,
+    *,
+    dtype: str = 'float32',
+    implementation: str | None = None,
 ) -> jax.Array:
   """Sum over a token's k experts of gate x SwiGLU(x).
 
@@ -172,12 +241,17 @@ def expert_ffn(
     experts: i32 [n K], distinct in a row.
     w_in: [E D 2F]; the first F columns feed silu, the last F are its factor.
     w_out: [E F D].
+    dtype: type the kernels multiply in; the reference multiplies in f32.
+    implementation: see `launch`.
 
   Returns:
     f32 [n D].
   """
+  implementation = launch.resolve(implementation)
+  if implementation != launch.REFERENCE:
+    return _kernel_ffn(x, gates, experts, w_in, w_out, dtype, implementation)
   size = contract.EXPERT_ROWS
-  plan = _plan(experts, w_in.shape[0])
+  plan = _plan(experts, w_in.shape[0], size)
   padded = _dispatch(x, plan.slots, plan.sources)
   y = _tiles(
       padded.reshape(-1, size, x.shape[-1]),

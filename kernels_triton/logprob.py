@@ -6,6 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from kernels_triton import launch
 from kernels_triton import rmsnorm
 from kernels_triton import rows
 
@@ -14,24 +15,33 @@ _BACKWARD_ROWS = 2048  # rows whose logits the backward holds at once
 
 def _block(eps, params, hidden):
   scale, unembed = params
-  normed = rmsnorm.rms_norm(hidden, scale, eps)
+  normed = rmsnorm.rms_norm(hidden, scale, eps, implementation=launch.REFERENCE)
   logits = normed @ unembed.astype(jnp.float32)
   # The barrier gives both roles the very same log-softmax, whatever reads it.
   return lax.optimization_barrier(jax.nn.log_softmax(logits, axis=-1))
 
 
-def log_probs(params, hidden: jax.Array, *, eps: float) -> jax.Array:
+def log_probs(
+    params,
+    hidden: jax.Array,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> jax.Array:
   """Log-softmax over the vocabulary; for decode.
 
   Args:
     params: (final norm scale [D], unembedding [D V]).
     hidden: [n D].
     eps: of the norm.
+    implementation: see `launch`.
 
   Returns:
     f32 [n V].
   """
-  return rows.run_rows(functools.partial(_block, eps), params, hidden)
+  launch.resolve(implementation)
+  f = functools.partial(_block, eps)
+  return rows.run_rows(f, params, hidden, implementation=launch.REFERENCE)
 
 
 def _target_block(eps, params, hidden, targets):
@@ -42,7 +52,21 @@ def _target_block(eps, params, hidden, targets):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def target_log_probs(params, hidden, targets, eps):
+def _target_log_probs(params, hidden, targets, eps):
+  f = functools.partial(_target_block, eps)
+  return rows.run_rows(
+      f, params, hidden, targets, implementation=launch.REFERENCE
+  )
+
+
+def target_log_probs(
+    params,
+    hidden: jax.Array,
+    targets: jax.Array,
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Log-prob of each row's target and the entropy of its distribution.
 
   [n V] is never held: forward works in row blocks, backward in chunks that
@@ -53,16 +77,17 @@ def target_log_probs(params, hidden, targets, eps):
     hidden: [n D].
     targets: i32 [n].
     eps: of the norm.
+    implementation: see `launch`.
 
   Returns:
     (log-probs f32 [n], entropy f32 [n] in nats).
   """
-  f = functools.partial(_target_block, eps)
-  return rows.run_rows(f, params, hidden, targets)
+  launch.resolve(implementation)
+  return _target_log_probs(params, hidden, targets, eps)
 
 
 def _forward(params, hidden, targets, eps):
-  return target_log_probs(params, hidden, targets, eps), (
+  return _target_log_probs(params, hidden, targets, eps), (
       params,
       hidden,
       targets,
@@ -85,7 +110,9 @@ def _backward(eps, residuals, cotangents):
   def chunk(carry, xs):
     d_scale, d_unembed = carry
     h, t, w = xs
-    norm = functools.partial(rmsnorm.rms_norm, eps=eps)
+    norm = functools.partial(
+        rmsnorm.rms_norm, eps=eps, implementation=launch.REFERENCE
+    )
     normed, norm_vjp = jax.vjp(norm, h, scale)
     probs = jax.nn.softmax(normed @ weights, axis=-1)
     d_logits = ((ids == t[:, None]) - probs) * w[:, None]
@@ -100,4 +127,4 @@ def _backward(eps, residuals, cotangents):
   return (d_scale, d_unembed.astype(unembed.dtype)), d_hidden, None
 
 
-target_log_probs.defvjp(_forward, _backward)
+_target_log_probs.defvjp(_forward, _backward)

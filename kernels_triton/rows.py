@@ -3,18 +3,28 @@
 A matmul, a sum or an exp over [n, d] compiles to different instructions for
 different n, and its last bits follow. Here the compiler only ever sees
 [ROWS, d]: the bits of a row do not depend on how many others there are.
+
+Where Triton kernels run, the operations that reduce inside such a function are
+kernels with tiles of their own, so it is called once on all rows.
 """
 
 from collections.abc import Callable
+import functools
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import launch
 
 
-def run_rows(f: Callable, params, *xs: jax.Array):
+def run_rows(
+    f: Callable,
+    params,
+    *xs: jax.Array,
+    implementation: str | None = None,
+):
   """Runs f(params, *rows) block by block.
 
   The optimization barriers keep padding, slicing and neighbouring operations
@@ -25,10 +35,13 @@ def run_rows(f: Callable, params, *xs: jax.Array):
     f: maps (params, *[ROWS, ...]) to a pytree of [ROWS, ...].
     params: pytree passed to every block unchanged.
     *xs: arrays [n, ...] with one common n.
+    implementation: what `f` passes to the operations inside it.
 
   Returns:
     The pytree of f with leading dimension n.
   """
+  if launch.resolve(implementation) != launch.REFERENCE:
+    return f(params, *xs)
   n = xs[0].shape[0]
   size = contract.ROWS
   blocks = -(-n // size)
@@ -44,19 +57,23 @@ def run_rows(f: Callable, params, *xs: jax.Array):
   return jax.tree.map(lambda o: o.reshape(-1, *o.shape[2:])[:n], out)
 
 
-def rowwise(f: Callable) -> Callable:
+def rowwise(f: Callable, implementation: str | None = None) -> Callable:
   """`run_rows` forward, plain batched backward.
 
   Forward bits are the contract; the backward only has to be deterministic run
   to run, so it differentiates f on all rows at once and is fast.
   """
+  if launch.resolve(implementation) != launch.REFERENCE:
+    return f
+
+  run = functools.partial(run_rows, f, implementation=implementation)
 
   @jax.custom_vjp
   def apply(params, *xs):
-    return run_rows(f, params, *xs)
+    return run(params, *xs)
 
   def forward(params, *xs):
-    return run_rows(f, params, *xs), (params, xs)
+    return run(params, *xs), (params, xs)
 
   def backward(residuals, cotangents):
     params, xs = residuals

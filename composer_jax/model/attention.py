@@ -8,6 +8,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax.model import params as params_lib
+from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import rows
 
@@ -36,7 +37,8 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 def _block(cfg, weights, x, angles):
   norm, w = weights
   h, n, m = cfg.head_dim, cfg.q_heads, cfg.kv_heads
-  qkv = rmsnorm.rms_norm(x, norm, cfg.norm_eps) @ w
+  x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
+  qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
   q, k, v = jnp.split(qkv.reshape(-1, n + 2 * m, h), [n, n + m], axis=1)
   q, k = _rotate(q, angles) * h**-0.5, _rotate(k, angles)
   return tuple(t.astype(cfg.dtype) for t in (q, k, v))
@@ -63,5 +65,5 @@ def project(
       w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)
   ]
   w = jnp.concatenate(flat, axis=1).astype(jnp.float32)
-  block = rows.rowwise(functools.partial(_block, cfg))
+  block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
   return block((weights.norm, w), x, angles)

@@ -44,7 +44,10 @@ def init_cache(cfg: config.ModelConfig, slots: int, length: int) -> Cache:
 
 def _head(params, hidden, cfg):
   return logprob.log_probs(
-      (params.norm, params.unembed), hidden, eps=cfg.norm_eps
+      (params.norm, params.unembed),
+      hidden,
+      eps=cfg.norm_eps,
+      implementation=cfg.kernels,
   )
 
 
@@ -84,7 +87,9 @@ def prefill(
     def attend(q, k, v):
       q, k, v = (a.reshape(p, t, *a.shape[1:]) for a in (q, k, v))
       kv.extend((k, v))
-      out = attention_kernel.segment_attention(q, k, v, segments, positions)
+      out = attention_kernel.segment_attention(
+          q, k, v, segments, positions, implementation=cfg.kernels
+      )
       return out.reshape(p * t, *out.shape[2:])
 
     x, routed = transformer.block(x, weights, angles, recorded, attend, cfg)
@@ -167,7 +172,7 @@ def step(
       new_k.append(keys)
       new_v.append(values)
       return attention_kernel.decode_attention(
-          q, keys[:n], values[:n], positions
+          q, keys[:n], values[:n], positions, implementation=cfg.kernels
       )
 
     x, routed = transformer.block(x, weights, angles, blank, attend, cfg)

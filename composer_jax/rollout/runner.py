@@ -22,11 +22,15 @@ from kernels_triton import contract
 _prefill = jax.jit(decode.prefill, static_argnames='cfg')
 
 
-@functools.partial(jax.jit, donate_argnames='cache')
-def _insert(cache, prefilled, rows, slots, seeds, positions, temperatures):
+@functools.partial(jax.jit, static_argnames='cfg', donate_argnames='cache')
+def _insert(
+    cache, prefilled, rows, slots, seeds, positions, temperatures, *, cfg
+):
   cache = decode.insert(cache, prefilled.k, prefilled.v, rows, slots)
   logps = prefilled.logps[rows]
-  return cache, sampling.sample(logps, seeds, positions, temperatures)
+  return cache, sampling.sample(
+      logps, seeds, positions, temperatures, implementation=cfg.kernels
+  )
 
 
 @functools.partial(
@@ -40,7 +44,9 @@ def _decode(
   def body(carry, _):
     cache, tokens, at = carry
     logps, cache, routing = decode.step(params, cache, tokens, at, cfg=cfg)
-    drawn, picked = sampling.sample(logps, seeds, at + 1, temperatures)
+    drawn, picked = sampling.sample(
+        logps, seeds, at + 1, temperatures, implementation=cfg.kernels
+    )
     carry = cache, drawn, jnp.minimum(at + 1, last)
     return carry, (drawn, picked, routing)
 
@@ -175,7 +181,7 @@ class Runner:
     padded[1][:] = self._rollout.slots  # past the end: skipped
     for whole, some in zip(padded, arrays, strict=True):
       whole[: len(some)] = some
-    return _insert(cache, prefilled, *padded)
+    return _insert(cache, prefilled, *padded, cfg=self._cfg)
 
   def decode(self, n: int, *inputs: np.ndarray) -> Any:
     """Runs `steps_per_sync` = k steps of at least the first n slots.

@@ -41,6 +41,7 @@ def sample(
     seeds: UInt32[Array, ' n'],
     positions: Int32[Array, ' n'],
     temperatures: Float32[Array, ' n'],
+    implementation: str | None = None,
 ) -> tuple[Int32[Array, ' n'], Float32[Array, ' n']]:
   """Draws one token per row.
 
@@ -49,6 +50,7 @@ def sample(
     seeds: of the requests.
     positions: index in its sequence of the token to draw.
     temperatures: 0 takes the likeliest token, the lowest id on a tie.
+    implementation: of the model's kernels; see `kernels_triton.launch`.
 
   Returns:
     (tokens, log-probs of the tokens under `logps`, which is temperature 1).
@@ -56,7 +58,9 @@ def sample(
   size = logps.shape[1]
   # Integers are exact in any shape; only floats need blocks of one shape.
   bits = jax.vmap(_random_bits, in_axes=(0, 0, None))(seeds, positions, size)
-  scores = rows.run_rows(_scores, None, logps, bits, temperatures)
+  scores = rows.run_rows(
+      _scores, None, logps, bits, temperatures, implementation=implementation
+  )
   # Two plain reductions vectorise better than an argmax.
   peak = jnp.max(scores, axis=-1, keepdims=True)
   peak = lax.optimization_barrier(peak)

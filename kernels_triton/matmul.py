@@ -1,0 +1,34 @@
+"""Dense projection: a matmul whose rows do not feel each other."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_triton import grouped
+from kernels_triton import launch
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    dtype: str = 'float32',
+    implementation: str | None = None,
+) -> jax.Array:
+  """x @ w with products summed in f32; call it inside `rows.rowwise`.
+
+  Args:
+    x: [R K], any float type.
+    w: [K N], any float type.
+    dtype: type the kernel multiplies in. The reference multiplies in f32: a CPU
+      gains nothing from less.
+    implementation: see `launch`.
+
+  Returns:
+    f32 [R N].
+  """
+  implementation = launch.resolve(implementation)
+  x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+  if implementation == launch.REFERENCE:
+    return x @ w
+  sizes = launch.size(x.shape[0])
+  return grouped.grouped_matmul(x, w[None], sizes, dtype, implementation)
