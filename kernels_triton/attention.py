@@ -126,6 +126,7 @@ def _forward(q, k, v, segments, positions):
   size, keys = contract.QUERY_ROWS, contract.KEY_BLOCK
   if t % keys:
     raise ValueError(f'rows of {t} tokens: must be a multiple of {keys}')
+  residuals = q, k, v
   queries = fold(q.astype(jnp.float32), m)
   k = heads_first(k.astype(jnp.float32))
   v = heads_first(v.astype(jnp.float32))
@@ -150,7 +151,7 @@ def _forward(q, k, v, segments, positions):
   out, peak, total = (
       x.transpose(1, 2, 0, 3, 4).reshape(*queries.shape[:3], -1) for x in tiles
   )
-  residuals = (out, peak, total, queries, k, v, segments, positions)
+  residuals += out, peak, total, segments, positions
   return unfold(out, n), residuals
 
 
@@ -189,10 +190,12 @@ def segment_attention(
 
 
 def _backward(residuals, g):
-  out, peak, total, q, k, v, segments, positions = residuals
-  m, t = k.shape[1], k.shape[2]
-  groups = q.shape[2] // t
-  n = m * groups
+  *inputs, out, peak, total, segments, positions = residuals
+  q, k, v = (x.astype(jnp.float32) for x in inputs)
+  t, n = q.shape[1], q.shape[2]
+  m = k.shape[2]
+  groups = n // m
+  q, k, v = fold(q, m), heads_first(k), heads_first(v)
   size = 64 if t % 64 == 0 else contract.KEY_BLOCK
   g = fold(g.astype(jnp.float32), m)
   delta = jnp.sum(g * out, axis=-1, keepdims=True)
@@ -233,7 +236,9 @@ def _backward(residuals, g):
   dq, dk, dv = lax.fori_loop(
       0, t // size, query_chunk, tuple(jnp.zeros_like(x) for x in (q, k, v))
   )
-  return unfold(dq, n), heads_first(dk), heads_first(dv), None, None
+  grads = unfold(dq, n), heads_first(dk), heads_first(dv)
+  grads = (g.astype(x.dtype) for g, x in zip(grads, inputs, strict=True))
+  return *grads, None, None
 
 
 _segment_attention.defvjp(_forward, _backward)
