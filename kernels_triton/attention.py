@@ -124,8 +124,6 @@ def _forward(q, k, v, segments, positions):
   m = k.shape[2]
   g = n // m
   size, keys = contract.QUERY_ROWS, contract.KEY_BLOCK
-  if t % keys:
-    raise ValueError(f'rows of {t} tokens: must be a multiple of {keys}')
   residuals = q, k, v
   queries = fold(q.astype(jnp.float32), m)
   k = heads_first(k.astype(jnp.float32))
@@ -175,18 +173,26 @@ def segment_attention(
     q: [B T N H], already scaled by H^-1/2.
     k: [B T M H].
     v: [B T M H].
-    segments: i32 [B T]; tokens see their own segment only.
+    segments: i32 [B T]; tokens see their own segment only. A segment is
+      contiguous and starts at a multiple of KEY_BLOCK.
     positions: i32 [B T], within the segment.
     implementation: see `launch`.
 
   Returns:
-    f32 [B T N H].
+    f32 [B T N H]; finite, but of no meaning, where no segment is (0).
 
   Raises:
     ValueError: T is not a multiple of KEY_BLOCK.
   """
-  launch.resolve(implementation)
-  return _segment_attention(q, k, v, segments, positions)
+  t = q.shape[1]
+  if t % contract.KEY_BLOCK:
+    raise ValueError(
+        f'rows of {t} tokens: must be a multiple of {contract.KEY_BLOCK}'
+    )
+  name = launch.resolve(implementation)
+  if name == launch.REFERENCE:
+    return _segment_attention(q, k, v, segments, positions)
+  return _kernel_attention(q, k, v, positions, name)
 
 
 def _backward(residuals, g):
@@ -242,6 +248,28 @@ def _backward(residuals, g):
 
 
 _segment_attention.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _kernel_attention(q, k, v, positions, implementation):
+  return _kernel_forward(q, k, v, positions, implementation)[0]
+
+
+def _kernel_forward(q, k, v, positions, implementation):
+  from kernels_triton import attention_kernel  # needs triton
+
+  out, lse = attention_kernel.forward(q, k, v, positions, implementation)
+  return out, (q, k, v, positions, out, lse)
+
+
+def _kernel_backward(implementation, residuals, g):
+  from kernels_triton import attention_backward_kernel  # needs triton
+
+  grads = attention_backward_kernel.backward(*residuals, g, implementation)
+  return *grads, None
+
+
+_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 
 @functools.partial(jax.named_call, name='decode_attention')

@@ -4,6 +4,8 @@ One program owns a tile of dq, another a block of dk and dv with all G heads of
 its kv head. Each sums in ascending order, so a run repeats its bits.
 """
 
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -11,17 +13,17 @@ from kernels_triton import attention_kernel as kernel
 from kernels_triton import launch
 
 QUERY_CONFIGS = {
-    ('float32', 90): launch.Config({'ROWS': 64, 'KEYS': 32}, 4, 1),
+    ('float32', 90): launch.Config({'ROWS': 16, 'KEYS': 16}, 4, 1),
     ('bfloat16', 90): launch.Config({'ROWS': 128, 'KEYS': 64}, 8, 2),
 }
 KEY_CONFIGS = {
-    ('float32', 90): launch.Config({'ROWS': 32, 'KEYS': 32}, 4, 1),
+    ('float32', 90): launch.Config({'ROWS': 16, 'KEYS': 16}, 4, 1),
     ('bfloat16', 90): launch.Config({'ROWS': 64, 'KEYS': 64}, 8, 2),
 }
 
 
 @triton.jit
-def backward_q(
+def backward_q_kernel(
     q,
     k,
     v,
@@ -74,7 +76,7 @@ def backward_q(
 
 
 @triton.jit
-def backward_kv(
+def backward_kv_kernel(
     q,
     k,
     v,
@@ -130,3 +132,66 @@ def backward_kv(
     acc_k = tl.dot(ds.to(x.dtype), x, acc_k, input_precision='ieee')
   kernel.store_rows(dk, at, inside, d, acc_k, H)
   kernel.store_rows(dv, at, inside, d, acc_v, H)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Cotangents of q, k and v; out and lse are from `forward`, g of out."""
+  b, t, _, _ = q.shape
+  shape = kernel.Shape.of(q, k.shape[2])
+  config = launch.config(
+      QUERY_CONFIGS, q.dtype, implementation
+  )
+  tokens = shape.tokens(config)
+  dq, delta = launch.call(
+      backward_q_kernel,
+      q,
+      k,
+      v,
+      out,
+      lse,
+      g,
+      kernel.starts(positions, tokens),
+      launch.size(t),
+      out=(kernel.spec(q.shape, q.dtype), kernel.spec(lse.shape)),
+      grid=(t // tokens, shape.heads, b),
+      config=config,
+      implementation=implementation,
+      TOKENS=tokens,
+      **shape.constants(),
+  )
+  config = launch.config(KEY_CONFIGS, q.dtype, implementation)
+  tokens = shape.tokens(config)
+  starts = kernel.starts(positions, tokens)
+  keys = config.tiles['KEYS']
+  blocks = -(-t // keys)
+  # Tiles that start before the block ends: starts do not decrease.
+  after = jnp.arange(1, blocks + 1, dtype=jnp.int32) * keys
+  ends = jax.vmap(lambda s: jnp.searchsorted(s, after))(starts)
+  dk, dv = launch.call(
+      backward_kv_kernel,
+      q,
+      k,
+      v,
+      lse,
+      delta,
+      g,
+      starts,
+      ends.astype(jnp.int32),
+      launch.size(t),
+      out=(kernel.spec(k.shape, k.dtype), kernel.spec(v.shape, v.dtype)),
+      grid=(blocks, shape.heads, b),
+      config=config,
+      implementation=implementation,
+      TOKENS=tokens,
+      **shape.constants(),
+  )
+  return dq, dk, dv

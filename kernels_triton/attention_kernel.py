@@ -19,9 +19,14 @@ added. (A paged tile may hold tokens of several blocks; the blocks past a row's
 position multiply its sums by one and add zero.)
 """
 
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels_triton import contract
 from kernels_triton import launch
 
 _MASKED = tl.constexpr(-1e30)
@@ -34,7 +39,7 @@ def _config(rows: int, keys: int, split: int, warps: int, stages: int):
 
 
 CONFIGS = {
-    ('float32', 90): _config(64, 32, 512, warps=4, stages=1),
+    ('float32', 90): _config(16, 16, 512, warps=4, stages=1),
     ('bfloat16', 90): _config(128, 64, 512, warps=8, stages=2),
 }
 MERGE_CONFIGS = {
@@ -82,7 +87,7 @@ def _merge(peak, total, acc, peak_s, total_s, acc_s):
 
 
 @triton.jit
-def forward(
+def forward_kernel(
     q,
     k,
     v,
@@ -142,7 +147,7 @@ def forward(
 
 
 @triton.jit
-def paged_split(
+def paged_split_kernel(
     q,
     k_pages,
     v_pages,
@@ -205,7 +210,7 @@ def paged_split(
 
 
 @triton.jit
-def paged_merge(
+def paged_merge_kernel(
     positions,
     peaks,
     totals,
@@ -243,3 +248,126 @@ def paged_merge(
     )
   row = (b * Q + r // G) * (M * G) + m * G + r % G
   store_rows(out, row, live, d, acc / total[:, None], H)
+
+
+class Shape(NamedTuple):
+  """What every kernel of a call shares."""
+
+  heads: int  # M, kv heads
+  group: int  # G, query heads of each
+  width: int  # H
+
+  @classmethod
+  def of(cls, q: jax.Array, kv_heads: int) -> 'Shape':
+    return cls(kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
+
+  def constants(self) -> dict[str, Any]:
+    padded = max(16, _power_of_two(self.width))  # tl.dot takes no less
+    return {'M': self.heads, 'G': self.group, 'H': self.width, 'BH': padded}
+
+  def tokens(self, config: launch.Config) -> int:
+    """Query tokens of a tile: a power of two that divides the key block."""
+    tokens = config.tiles['ROWS'] // self.group
+    if not tokens:
+      raise ValueError(
+          f'{self.group} query heads per kv head: at most'
+          f' {config.tiles["ROWS"]} fit a tile'
+      )
+    return min(contract.KEY_BLOCK, _power_of_two(tokens + 1) // 2)
+
+
+def _power_of_two(n: int) -> int:
+  return 1 << (n - 1).bit_length()
+
+
+def spec(shape, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def starts(positions: jax.Array, tokens: int) -> jax.Array:
+  """Where the segment of each tile of `tokens` starts in its row, i32."""
+  ids = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+  return (ids - positions.astype(jnp.int32))[:, ::tokens]
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention f32 [B T N H], and the log of its softmax sums f32 [B T N]."""
+  b, t, n, _ = q.shape
+  shape = Shape.of(q, k.shape[2])
+  config = launch.config(CONFIGS, q.dtype, implementation)
+  tokens = shape.tokens(config)
+  return launch.call(
+      forward_kernel,
+      q,
+      k,
+      v,
+      starts(positions, tokens),
+      launch.size(t),
+      out=(spec(q.shape), spec((b, t, n))),
+      grid=(t // tokens, shape.heads, b),
+      config=config,
+      implementation=implementation,
+      TOKENS=tokens,
+      **shape.constants(),
+  )
+
+
+def paged(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    implementation: str,
+) -> jax.Array:
+  """See `attention.paged_attention`."""
+  b, tokens = positions.shape
+  shape = Shape.of(q, k_pages.shape[1])
+  config = launch.config(CONFIGS, q.dtype, implementation)
+  if tokens > shape.tokens(config):
+    raise ValueError(
+        f'{tokens} new tokens per sequence: at most {shape.tokens(config)} fit'
+        ' a tile'
+    )
+  size = config.tiles['SPLIT']
+  splits = -(-table.shape[1] * contract.KEY_BLOCK // size)
+  rows = tokens * shape.group
+  state = (b, shape.heads, splits, rows)
+  positions = jnp.maximum(positions.astype(jnp.int32), 0)
+  partial = launch.call(
+      paged_split_kernel,
+      q,
+      k_pages,
+      v_pages,
+      table.astype(jnp.int32),
+      positions,
+      launch.size(table.shape[1]),
+      out=(spec(state), spec(state), spec((*state, shape.width))),
+      grid=(splits, shape.heads, b),
+      config=config,
+      implementation=implementation,
+      Q=tokens,
+      PAGE=contract.KEY_BLOCK,
+      **shape.constants(),
+  )
+  (out,) = launch.call(
+      paged_merge_kernel,
+      positions,
+      *partial,
+      launch.size(splits),
+      out=(spec(q.shape),),
+      grid=(shape.heads, b),
+      config=launch.config(MERGE_CONFIGS, q.dtype, implementation),
+      implementation=implementation,
+      Q=tokens,
+      ROWS=_power_of_two(rows),
+      SPLIT=size,
+      **shape.constants(),
+  )
+  return out

@@ -8,6 +8,8 @@ The backward recomputes the logits of a chunk of the vocabulary (`errors`);
 its two products are plain matmuls.
 """
 
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -24,7 +26,7 @@ def _config(rows: int, cols: int, depth: int, warps: int, stages: int):
 
 CONFIGS = {
     ('float32', 90): _config(64, 64, 32, warps=4, stages=2),
-    ('bfloat16', 90): _config(128, 256, 64, warps=8, stages=3),
+    ('bfloat16', 90): _config(128, 128, 64, warps=8, stages=3),
 }
 MERGE_CONFIGS = {('float32', 90): launch.Config({'ROWS': 128}, 4, 1)}
 
@@ -63,7 +65,7 @@ def _logits(
 
 
 @triton.jit
-def tiles(
+def tiles_kernel(
     x,
     w,
     targets,
@@ -107,7 +109,7 @@ def tiles(
 
 
 @triton.jit
-def merge(
+def merge_kernel(
     parts,
     count,
     lse,
@@ -144,7 +146,7 @@ def merge(
 
 
 @triton.jit
-def errors(
+def errors_kernel(
     x,
     w,
     targets,
@@ -182,3 +184,91 @@ def errors(
   tl.store(
       to, d.to(out.dtype.element_ty), mask=live[:, None] & known[None, :]
   )
+
+
+def _spec(shape, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def statistics(
+    normed: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    implementation: str,
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
+  """Logsumexp, entropy and target logit of every row of normed @ unembed.
+
+  Args:
+    normed: [n D].
+    unembed: [D V], of the same type.
+    targets: i32 [n].
+    implementation: see `launch`.
+    keep: also return the logits.
+
+  Returns:
+    Three f32 [n], and f32 [n V] (or [1 1] of no meaning).
+  """
+  n, depth = normed.shape
+  vocab = unembed.shape[1]
+  config = launch.config(CONFIGS, normed.dtype, implementation)
+  blocks = -(-vocab // config.tiles['COLS'])
+  parts, logits = launch.call(
+      tiles_kernel,
+      normed,
+      unembed,
+      targets,
+      launch.size(n),
+      out=(_spec((blocks, 4, n)), _spec((n, vocab) if keep else (1, 1))),
+      grid=(-(-n // config.tiles['ROWS']), blocks),
+      config=config,
+      implementation=implementation,
+      KEEP=keep,
+      D=depth,
+      V=vocab,
+  )
+  config = launch.config(MERGE_CONFIGS, jnp.float32, implementation)
+  merged = launch.call(
+      merge_kernel,
+      parts,
+      launch.size(n),
+      out=(_spec((n,)),) * 3,
+      grid=(-(-n // config.tiles['ROWS']),),
+      config=config,
+      implementation=implementation,
+      BLOCKS=blocks,
+  )
+  return *merged, logits
+
+
+def errors(
+    normed: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+    columns: range,
+    implementation: str,
+) -> jax.Array:
+  """(onehot - softmax) * g for some columns of the vocabulary, [n columns]."""
+  n, depth = normed.shape
+  config = launch.config(CONFIGS, normed.dtype, implementation)
+  width = len(columns)
+  (out,) = launch.call(
+      errors_kernel,
+      normed,
+      unembed,
+      targets,
+      lse,
+      g,
+      launch.size(n),
+      out=(_spec((n, width), normed.dtype),),
+      grid=(-(-n // config.tiles['ROWS']), -(-width // config.tiles['COLS'])),
+      config=config,
+      implementation=implementation,
+      FIRST=columns.start,
+      WIDTH=width,
+      D=depth,
+      V=unembed.shape[1],
+  )
+  return out
