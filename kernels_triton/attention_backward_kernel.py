@@ -147,9 +147,7 @@ def backward(
   """Cotangents of q, k and v; out and lse are from `forward`, g of out."""
   b, t, _, _ = q.shape
   shape = kernel.Shape.of(q, k.shape[2])
-  config = launch.config(
-      QUERY_CONFIGS, q.dtype, implementation
-  )
+  config = launch.config(QUERY_CONFIGS, q.dtype, implementation)
   tokens = shape.tokens(config)
   dq, delta = launch.call(
       backward_q_kernel,

@@ -82,7 +82,13 @@ def count(
     return jnp.sum(changed.reshape(tiles, TILE), axis=1, dtype=jnp.int32)
   out = (jax.ShapeDtypeStruct((tiles,), jnp.int32),)
   return _call(
-      'count', old, new, _u32(n), out=out, tiles=tiles, implementation=name
+      'count_kernel',
+      old,
+      new,
+      _u32(n),
+      out=out,
+      tiles=tiles,
+      implementation=name,
   )[0]
 
 
@@ -114,7 +120,7 @@ def compact(
     return Steps(where.astype(jnp.uint32), jnp.where(used, step, 0))
   ends = jnp.cumsum(counts, dtype=jnp.uint32)
   where, step = _call(
-      'compact',
+      'compact_kernel',
       old,
       new,
       ends - counts.astype(jnp.uint32),
@@ -128,9 +134,7 @@ def compact(
       implementation=name,
   )
   used = jnp.arange(room, dtype=jnp.uint32) < ends[-1]
-  return Steps(
-      jnp.where(used, where, jnp.uint32(n)), jnp.where(used, step, 0)
-  )
+  return Steps(jnp.where(used, where, jnp.uint32(n)), jnp.where(used, step, 0))
 
 
 def apply(
@@ -160,7 +164,7 @@ def apply(
   bounds = jnp.arange(tiles + 1, dtype=jnp.uint32) * TILE
   bounds = jnp.minimum(bounds, jnp.uint32(n))  # the unused room comes last
   return _call(
-      'apply',
+      'apply_kernel',
       words,
       steps.where,
       steps.step,

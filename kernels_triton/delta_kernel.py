@@ -38,7 +38,7 @@ def _words(ptr, at, live):
 
 
 @triton.jit
-def count(old, new, length, counts, TILE: tl.constexpr):
+def count_kernel(old, new, length, counts, TILE: tl.constexpr):
   """counts i32 [tiles]: words of old and new that differ; length u32 [1]."""
   n = tl.load(length).to(tl.int64)
   tile, at = _tile(TILE)
@@ -47,7 +47,9 @@ def count(old, new, length, counts, TILE: tl.constexpr):
 
 
 @triton.jit
-def compact(old, new, first, length, room, where, step, TILE: tl.constexpr):
+def compact_kernel(
+    old, new, first, length, room, where, step, TILE: tl.constexpr
+):
   """Index u32 and step u16 of every change, in ascending order.
 
   first u32 [tiles] says where the changes of each tile go; length u32 [1] is
@@ -66,7 +68,7 @@ def compact(old, new, first, length, room, where, step, TILE: tl.constexpr):
 
 
 @triton.jit
-def apply(words, where, step, first, length, out, TILE: tl.constexpr):
+def apply_kernel(words, where, step, first, length, out, TILE: tl.constexpr):
   """out: words with the steps added; first u32 [tiles + 1] bounds each tile's.
 
   One program owns a tile: it copies the words, then overwrites the changed.

@@ -7,7 +7,6 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import launch
-from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import rows
 
@@ -173,12 +172,11 @@ def _kernel_forward(normed, unembed, targets, implementation):
 
 def _kernel_backward(implementation, residuals, cotangents):
   """Two plain matmuls per chunk of the vocabulary, chunks ascending."""
-  from kernels_triton import logprob_kernel  # needs triton
+  from kernels_triton import grouped_kernel  # needs triton
+  from kernels_triton import logprob_kernel
 
   normed, unembed, targets, lse = residuals
-  product = functools.partial(
-      matmul.matmul, dtype=normed.dtype.name, implementation=implementation
-  )
+  one_group = launch.size(normed.shape[0])
   vocab = unembed.shape[1]
   d_normed = jnp.zeros(normed.shape, jnp.float32)
   d_unembed = []
@@ -188,8 +186,17 @@ def _kernel_backward(implementation, residuals, cotangents):
         normed, unembed, targets, lse, cotangents[0], columns, implementation
     )
     chunk = unembed[:, columns.start : columns.stop]
-    d_normed += product(errors, chunk.T)
-    d_unembed.append(product(normed.T, errors).astype(unembed.dtype))
+    d_normed += grouped_kernel.rows_matmul(
+        errors,
+        chunk[None],
+        one_group,
+        transposed=True,
+        implementation=implementation,
+    )
+    part = grouped_kernel.weights_matmul(
+        normed, errors, one_group, implementation=implementation
+    )
+    d_unembed.append(part[0].astype(unembed.dtype))
   d_unembed = jnp.concatenate(d_unembed, axis=1)
   return d_normed.astype(normed.dtype), d_unembed, None
 

@@ -90,9 +90,7 @@ def tiles_kernel(
   cols = block * COLS + tl.arange(0, COLS)
   live = rows < n
   known = cols < V
-  s = _logits(
-      x, w, rows, cols, live, known, D, V, ROWS, COLS, DEPTH
-  )
+  s = _logits(x, w, rows, cols, live, known, D, V, ROWS, COLS, DEPTH)
   s = tl.where(known[None, :], s, _MASKED)
   peak = tl.max(s, 1)
   e = tl.where(known[None, :], tl.exp(s - peak[:, None]), 0.0)
@@ -172,18 +170,14 @@ def errors_kernel(
   cols = FIRST + inner
   live = rows < n
   known = inner < WIDTH
-  s = _logits(
-      x, w, rows, cols, live, known, D, V, ROWS, COLS, DEPTH
-  )
+  s = _logits(x, w, rows, cols, live, known, D, V, ROWS, COLS, DEPTH)
   norm = tl.load(lse + rows, mask=live, other=0.0)
   weight = tl.load(g + rows, mask=live, other=0.0)
   target = tl.load(targets + rows, mask=live, other=0)
   right = (cols[None, :] == target[:, None]).to(tl.float32)
   d = (right - tl.exp(s - norm[:, None])) * weight[:, None]
   to = out + rows.to(tl.int64)[:, None] * WIDTH + inner[None, :]
-  tl.store(
-      to, d.to(out.dtype.element_ty), mask=live[:, None] & known[None, :]
-  )
+  tl.store(to, d.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
 
 
 def _spec(shape, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
