@@ -345,7 +345,8 @@ def paged(
       q,
       k_pages,
       v_pages,
-      table.astype(jnp.int32),
+      # A row that is not used may name pages that there are not.
+      jnp.clip(table.astype(jnp.int32), 0, k_pages.shape[0] - 1),
       positions,
       launch.size(table.shape[1]),
       out=(spec(state), spec(state), spec((*state, shape.width))),
