@@ -83,7 +83,9 @@ def sizes_of(name: str, pair: Pair, strict: bool) -> list[paired.Figure]:
     if label in _CODECS:
       ratio = sizes['xor+zstd1'] / size
       out.append(
-          paired.Figure(f'{name} {label} against xor', ratio, 'x', smaller.get(label))
+          paired.Figure(
+              f'{name} {label} against xor', ratio, 'x', smaller.get(label)
+          )
       )
   return out
 
@@ -240,7 +242,9 @@ def slice_of(pair: Pair) -> list[paired.Figure]:
     sizes[whole] = sum(n for k, n in found if k.startswith('d/'))
     requests[whole] = len(found)
   return [
-      paired.Figure('bytes of an eighth', sizes[False] / sizes[True], '', most=0.145),
+      paired.Figure(
+          'bytes of an eighth', sizes[False] / sizes[True], '', most=0.145
+      ),
       paired.Figure('requests of an eighth', requests[False], '', most=4),
       paired.Figure('requests of all', requests[True], '', most=4),
   ]
@@ -258,7 +262,9 @@ class _Counting:
     return future
 
 
-def run(*, pairs: int, values: int = 1 << 23) -> list[paired.Figure | paired.Result]:
+def run(
+    *, pairs: int, values: int = 1 << 23
+) -> list[paired.Figure | paired.Result]:
   """All figures; `values` weights for sizes and speeds."""
   out = []
   reference = None
