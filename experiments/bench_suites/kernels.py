@@ -33,7 +33,7 @@ _MOST_COMPILE_SECONDS = 20
 _STEPS = 5  # per round
 
 
-class _Trainer:
+class Trainer:
   """Training steps on one batch, with a program of its own."""
 
   def __init__(
@@ -60,11 +60,12 @@ class _Trainer:
     self._gradients = lowered.compile()
     self.compile_seconds = time.perf_counter() - start
 
-  def run(self, steps: int) -> None:
+  def run(self, steps: int):
+    """Returns the parameters after so many more steps."""
     for _ in range(steps):
       gradients, _ = self._gradients(self._state.params, *self._operands)
       self._state = step.apply_gradients(self._state, gradients, tx=self._tx)
-    jax.block_until_ready(self._state)
+    return jax.block_until_ready(self._state.params)
 
 
 def cost_of_contract(
@@ -72,7 +73,7 @@ def cost_of_contract(
 ) -> paired.Result:
   """Tokens per second with the contract over those with plain ops."""
   ours, plain = (
-      _Trainer(cfg, rows, tokens_per_row, plain) for plain in (False, True)
+      Trainer(cfg, rows, tokens_per_row, plain) for plain in (False, True)
   )
   return paired.measure(
       f'train {rows}x{tokens_per_row} {cfg.dtype} with the contract',
@@ -88,7 +89,7 @@ def cost_of_contract(
 def compile_seconds(cfg: config.ModelConfig, tokens: int) -> paired.Figure:
   """Time to trace and compile the gradient of one row of `tokens`."""
   with _without_cache():
-    seconds = _Trainer(cfg, 1, tokens, plain=False).compile_seconds
+    seconds = Trainer(cfg, 1, tokens, plain=False).compile_seconds
   return paired.Figure(
       f'compile a row of {tokens} tokens, {cfg.dtype}',
       seconds,

@@ -12,8 +12,12 @@ import jax.numpy as jnp
 
 from kernels_triton import attention
 from kernels_triton import logprob
-from kernels_triton import rmsnorm
 from kernels_triton import rows
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  """At least f32; f64 stays, so that these also serve as references."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def segment_attention(q, k, v, segments, positions, *, implementation=None):
@@ -21,7 +25,7 @@ def segment_attention(q, k, v, segments, positions, *, implementation=None):
   del implementation
   b, t, n, h = q.shape
   m = k.shape[2]
-  q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  q, k, v = map(_wide, (q, k, v))
   seen = segments[:, :, None] == segments[:, None]
   seen &= positions[:, None] <= positions[:, :, None]
   s = jnp.einsum('btmgh,bsmh->bmgts', q.reshape(b, t, m, n // m, h), k)
@@ -32,9 +36,11 @@ def segment_attention(q, k, v, segments, positions, *, implementation=None):
 def target_log_probs(params, hidden, targets, *, eps, implementation=None):
   """All logits at once; see `logprob.target_log_probs`."""
   del implementation
-  scale, unembed = params
-  normed = rmsnorm.rms_norm(hidden, scale, eps, implementation='reference')
-  logps = jax.nn.log_softmax(normed @ unembed.astype(jnp.float32), axis=-1)
+  scale, unembed = map(_wide, params)
+  hidden = _wide(hidden)
+  mean_square = jnp.mean(hidden * hidden, axis=-1, keepdims=True)
+  normed = hidden * lax.rsqrt(mean_square + eps) * scale[None]
+  logps = jax.nn.log_softmax(normed @ unembed, axis=-1)
   picked = jnp.take_along_axis(logps, targets[:, None], axis=1)[:, 0]
   entropy = -jnp.sum(jnp.exp(logps) * logps, axis=-1)
   return picked, lax.stop_gradient(entropy)
