@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from composer_jax import config
@@ -83,8 +84,17 @@ def layer(
   x, normed, gates, routing = block(
       (wo, weights.norm, weights.router), x, attended.reshape(n, -1), recorded
   )
+  name = ad_checkpoint.checkpoint_name
+  x = name(x, 'residual')
+  routing = Routing(
+      name(routing.experts, 'experts'),
+      routing.live,
+      name(routing.logits, 'router logits'),
+  )
+  gates = name(gates, 'gates')
   w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   y = grouped.expert_ffn(
       normed.astype(jnp.float32), gates, routing.experts, w_in, weights.w_out
   )
+  y = name(y, 'expert output')
   return (x + y).astype(cfg.dtype), routing
