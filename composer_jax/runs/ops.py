@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -17,18 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
+from composer_jax import trace
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.runs import digest
 from composer_jax.runs import divergence
+from composer_jax.runs import feed
 from composer_jax.runs import named
 from kernels_triton import contract
 
 Record = divergence.Record
 _LOGP = 'log-prob'
+_ROLLOUTS = 7  # of a run that are looked at
+_CHUNK = 7  # tokens prefilled together there; no multiple of any tile
 
 
 @functools.partial(jax.jit, static_argnames='cfg')
@@ -189,7 +195,7 @@ def train_step(
     batch: the step's only one.
     denominator: Z of the step.
     cfg: the model.
-    loss: what to minimise.
+    loss: what to minimise; a reference is the state itself.
     tx: the optimizer.
     mesh: the trainer's.
   """
@@ -202,12 +208,69 @@ def train_step(
       cfg=cfg,
       loss=loss,
       mesh=mesh,
+      reference=state.params if step_lib.needs_reference(loss) else None,
   )
   after = step_lib.apply_gradients(jax.tree.map(jnp.copy, state), grads, tx=tx)
   leaves = {f'metric {k}': m for k, m in _leaves(dict(metrics))}
   leaves |= {f'gradient of {k}': g for k, g in _backward(grads, cfg.layers)}
   leaves |= {f'new {k}': x for k, x in _leaves(after)}
   return Record(_by_layer(values), leaves)
+
+
+def of_run(
+    cfg: config.Experiment, workdir: pathlib.Path, mesh: jax.sharding.Mesh
+) -> dict[str, Record]:
+  """Records of a run's newest weights on some of its trajectories.
+
+  Args:
+    cfg: the run's experiment.
+    workdir: of the run, which has a finished RL checkpoint.
+    mesh: the trainer's.
+
+  Returns:
+    'decoder 0' and 'trainer 0', which must be equal, and so on for a few
+    windows; 'train step' from the newest checkpoint, on the same windows.
+
+  Raises:
+    ValueError: the run has no trajectory, weights or checkpoint.
+  """
+  kept = sorted((workdir / 'trajectories').glob('[0-9]*/*.traj'))
+  if not kept:
+    raise ValueError(f'{workdir}: holds no trajectory of a training step')
+  rollouts = [trace.from_bytes(p.read_bytes()) for p in kept[-_ROLLOUTS:]]
+  texts = [s.tokens for r in rollouts for s in r.segments]
+  prompt = min(s.sampled.argmax() for r in rollouts for s in r.segments)
+  shape = packing.Shape(
+      cfg.rl.rows_per_batch, cfg.rl.tokens_per_row, contract.KEY_BLOCK
+  )
+  url = f'file://{(workdir / "weights").resolve()}/'
+  version, params = feed.FixedFeed(url).first
+  both = {
+      'trainer': trainer(params, texts, prompt, cfg=cfg.model, shape=shape),
+      'decoder': decoder(params, texts, prompt, cfg=cfg.model, chunk=_CHUNK),
+  }
+  signs = [1.0 - 2.0 * (i % 2) for i in range(len(rollouts))]
+  batch, _ = packing.pack(
+      items.from_trajectories(rollouts, signs),
+      shape,
+      now=version.step,
+      replay=cfg.model,
+  )
+  step = train_step(
+      digest.restored(cfg, workdir, 'rl', mesh),
+      batch,
+      float(len(rollouts) * cfg.rl.norm_tokens),
+      cfg=cfg.model,
+      loss=cfg.loss,
+      tx=cfg.rl_optimizer.build(),
+      mesh=mesh,
+  )
+  numbered = {
+      f'{role} {i}': record
+      for role, found in both.items()
+      for i, record in enumerate(found)
+  }
+  return numbered | {'train step': step}
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
