@@ -11,6 +11,7 @@ _CORE = [
     'jax>=0.10.2,<0.12',
     'jaxtyping',
     'jinja2',
+    'matplotlib',
     'ml_dtypes',
     'numba',
     'numpy',

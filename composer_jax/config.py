@@ -123,11 +123,20 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsConfig:
+  codec: str = 'E'  # of deltas; D2 is faster and larger, F slower and smaller
   tile_elements: int = 262_144
   base_every_versions: int = 100
   skip_every_versions: int = 8
   keep_bases: int = 2
   raw_above_changed_fraction: float = 0.9
+
+  def __post_init__(self):
+    _require(
+        self.codec in ('D2', 'E', 'F'),
+        self,
+        'codec',
+        "must be 'D2', 'E' or 'F'",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

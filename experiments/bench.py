@@ -75,8 +75,7 @@ def main() -> None:
   if _JSON.value:
     write(_JSON.value, _SUITE.value, before, results)
     if hasattr(suite, 'plot'):
-      picture = pathlib.Path(_JSON.value).with_suffix('.svg')
-      picture.write_text(suite.plot(results))
+      suite.plot(pathlib.Path(_JSON.value).with_suffix('.png'), results)
 
 
 if __name__ == '__main__':

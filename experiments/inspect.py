@@ -2,7 +2,7 @@
 
   python3 -m experiments.inspect run --workdir=DIR
   python3 -m experiments.inspect weights --store=URL [--verify]
-  python3 -m experiments.inspect weights --store=URL --diff=A --diff=B
+  python3 -m experiments.inspect weights --store=URL --diff A B [--plot=PNG]
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
   python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
@@ -10,7 +10,7 @@
 
 run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
-two --diff compare versions, by array and by size of step, and plot it as SVG.
+--diff compares two versions, by array and by size of step, and can plot that.
 trajectory: the list of those kept, or one of them with its text.
 ops: computes some windows with decoder and trainer, and one training step, and
 names the first op in which the two roles differ; --against compares with what
@@ -44,10 +44,9 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_bool(
         'verify', False, 'Rebuilds every version, derives every digest anew.'
     )
-    absl_flags.DEFINE_multi_integer(
-        'diff', [], 'Twice: the versions to compare.'
-    )
-    absl_flags.DEFINE_string('plot', None, 'SVG file to plot the diff to.')
+    absl_flags.DEFINE_spaceseplist('diff', [], 'The two versions to compare.')
+    _join_diff(sys.argv)
+    absl_flags.DEFINE_string('plot', None, 'PNG file to plot the diff to.')
   elif command == 'trajectory':
     absl_flags.DEFINE_string('workdir', None, 'Directory of the run.')
     absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
@@ -58,6 +57,14 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_string('save', None, 'File to save all values to.')
     absl_flags.DEFINE_string('against', None, 'File of another process.')
     flags.define_compilation_cache()
+
+
+def _join_diff(argv: list[str]) -> None:
+  """Makes `--diff A B` one argument: a flag has one value."""
+  if '--diff' in argv:
+    at = argv.index('--diff')
+    pair = [a for a in argv[at + 1 : at + 3] if not a.startswith('-')]
+    argv[at : at + 1 + len(pair)] = [f'--diff={" ".join(pair)}']
 
 
 def _run(out: console.Console) -> None:
@@ -77,16 +84,20 @@ def _weights(out: console.Console) -> int:
   from composer_jax.weights import records
 
   values = absl_flags.FLAGS
-  if len(values.diff) not in (0, 2):
-    raise ValueError(f'--diff={values.diff}: give it twice, for two versions')
+  pair = [int(v) for v in values.diff if v.isdecimal()]
+  if len(values.diff) != len(pair) or len(pair) not in (0, 2):
+    raise ValueError(
+        f'--diff {" ".join(values.diff)}: give two versions: --diff 3 7'
+    )
+  if values.plot and not pair:
+    raise ValueError(f'--plot={values.plot}: give --diff A B as well')
   try:
-    if values.diff:
-      found = stored_weights.changes(values.store, *values.diff)
-      title = 'version {} to {}'.format(*values.diff)
+    if pair:
+      found = stored_weights.changes(values.store, *pair)
+      title = 'version {} to {}'.format(*pair)
       table = stored_weights.change_table(found, title)
       if values.plot:
-        plot = stored_weights.change_plot(found, title)
-        pathlib.Path(values.plot).write_text(plot)
+        stored_weights.change_plot(values.plot, found, title)
     else:
       track = functools.partial(
           rich_progress.track,

@@ -1,9 +1,8 @@
 """The delta suite counts what it says, and its exact bars hold."""
 
-from xml.etree import ElementTree
-
 from absl.testing import absltest
 import numpy as np
+from tests import plots_text
 
 from experiments.bench_suites import masters
 from experiments.bench_suites import delta
@@ -38,9 +37,8 @@ class WeightsSuiteTest(absltest.TestCase):
         for i, rate in enumerate((1e-7, 1e-6, 3e-6, 1e-5))
         for label in ('F', 'E', 'D2', 'xor+zstd1', 'int32+bf16')
     ]
-    texts = [*ElementTree.fromstring(delta.plot(results)).itertext()]
-    self.assertIn('PULSE 130x', texts)
-    self.assertIn('1e-06', texts)
+    drawn = plots_text.of(lambda path: delta.plot(path, results))
+    self.assertContainsSubset({'PULSE 130', '1e-06', 'E', 'int32+bf16'}, drawn)
 
 
 if __name__ == '__main__':

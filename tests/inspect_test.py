@@ -4,7 +4,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from xml.etree import ElementTree
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -16,6 +15,7 @@ from composer_jax.weights import records
 import ml_dtypes
 import numpy as np
 from rich import console
+from tests import plots_text
 from tests import sample_run
 import tokenizers
 from tokenizers import models
@@ -112,19 +112,24 @@ class InspectTest(parameterized.TestCase):
 
   def test_weights_diff_counts_steps_and_plots_them(self):
     _publish(self.folder)
-    plot = self.folder / 'diff.svg'
+    plot = self.folder / 'diff.png'
     out = _inspect(
-        *('weights', f'--store={self.folder}', '--diff=1', '--diff=3'),
+        *('weights', f'--store={self.folder}', '--diff', '1', '3'),
         f'--plot={plot}',
     )
     self.assertEqual(out.returncode, 0, out.stderr)
     self.assertRegex(out.stdout, r' a +1,000 +[12]\.\d00% ')
     self.assertRegex(out.stdout, r' b +1,000 +0\.000% +- +-')
-    xml = ElementTree.parse(plot).getroot()
-    texts = [e.text for e in xml.iter('{http://www.w3.org/2000/svg}text')]
-    self.assertIn('version 1 to 3: changed values', texts)
-    self.assertIn('b', texts)
-    out = _inspect('weights', f'--store={self.folder}', '--diff=1', '--diff=9')
+    self.assertEqual(plot.read_bytes()[:8], b'\x89PNG\r\n\x1a\n')
+    drawn = plots_text.of(
+        lambda path: stored_weights.change_plot(
+            path, stored_weights.changes(str(self.folder), 1, 3), '1 to 3'
+        )
+    )
+    self.assertContainsSubset(
+        {'1 to 3: changed values', 'a', 'b', '0.00%'}, drawn
+    )
+    out = _inspect('weights', f'--store={self.folder}', '--diff', '1', '9')
     self.assertEqual(out.returncode, 1)
     self.assertIn('version 9', out.stderr)
 
@@ -164,7 +169,9 @@ class InspectTest(parameterized.TestCase):
       (('trajectory',), 'give --workdir'),
       (('run', '--workdir=/nowhere'), 'no such directory'),
       (('weights', '--stor=x'), 'Did you mean'),
-      (('weights', '--store=x', '--diff=1'), 'give it twice'),
+      (('weights', '--store=x', '--diff', '1'), 'give two versions'),
+      (('weights', '--store=x', '--diff', '1', 'x'), '--diff 1 x'),
+      (('weights', '--store=x', '--plot=a.png'), 'give --diff A B'),
       (('trajectory', '--path=/nowhere'), 'no such file'),
   )
   def test_wrong_input_is_one_line_and_exit_code_2(self, arguments, want):

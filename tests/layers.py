@@ -56,7 +56,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'dashboard': (
         'composer_jax/dashboard/*.py',
         'config trace',
-        f'{_HOST} jinja2',
+        f'{_HOST} jinja2 matplotlib',
     ),
     'runs': (
         'composer_jax/runs/*.py',
@@ -71,8 +71,8 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'bench_suites': (
         'experiments/bench_suites/*.py',
-        'config kernels_triton learner model rollout trace weights',
-        'jax ml_dtypes numpy torch transformers zstandard',
+        'config dashboard kernels_triton learner model rollout trace weights',
+        'jax ml_dtypes numpy orbax torch transformers zstandard',
     ),
     'experiments': (
         'experiments/*.py',

@@ -1,12 +1,13 @@
 """The same store over s3 and read-only http, and on a disk that is full."""
 
+import contextlib
 import functools
 from http import server
 import json
 import os
 import pathlib
 import re
-import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,6 @@ from tests import sample_weights
 from composer_jax import config
 from composer_jax.weights import follow
 from composer_jax.weights import publish
-from composer_jax.weights import records
 from composer_jax.weights import store
 
 _CFG = config.WeightsConfig(
@@ -56,32 +56,59 @@ class Files(server.SimpleHTTPRequestHandler):
     pass
 
 
+class Bucket:
+  """An s3 server on loopback that can go away and come back as it was."""
+
+  def __init__(self):
+    self._address = '127.0.0.1', 0
+    self.start()
+    client = boto3.client(
+        's3', endpoint_url=self._endpoint, region_name='us-east-1'
+    )
+    client.create_bucket(Bucket='weights')
+
+  @property
+  def _endpoint(self):
+    return 'http://{}:{}'.format(*self._address)
+
+  def start(self):
+    self._server = moto_server.ThreadedMotoServer(*self._address, verbose=False)
+    self._server.start()
+    self._address = self._server.get_host_and_port()
+
+  def stop(self):
+    self._server.stop()
+
+  def url(self, prefix):
+    spec = {
+        'driver': 's3',
+        'bucket': 'weights',
+        'path': f'{prefix}/',
+        'endpoint': self._endpoint,
+        'aws_region': 'us-east-1',
+    }
+    return json.dumps(spec)
+
+
+@contextlib.contextmanager
+def bucket():
+  """A running `Bucket`, and keys for it in the environment."""
+  keys = ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY')
+  with mock.patch.dict(os.environ, dict.fromkeys(keys, 'x')):
+    opened = Bucket()
+    yield opened
+    opened.stop()
+
+
 class S3Test(absltest.TestCase):
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    keys = ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY')
-    cls.enterClassContext(mock.patch.dict(os.environ, dict.fromkeys(keys, 'x')))
-    cls.server = moto_server.ThreadedMotoServer('127.0.0.1', 0, verbose=False)
-    cls.server.start()
-    host, port = cls.server.get_host_and_port()
-    cls.endpoint = f'http://{host}:{port}'
-    cls.addClassCleanup(lambda: cls.server.stop())
-    client = boto3.client(
-        's3', endpoint_url=cls.endpoint, region_name='us-east-1'
-    )
-    client.create_bucket(Bucket='weights')
+    cls.bucket = cls.enterClassContext(bucket())
 
   def _url(self):
-    spec = {
-        'driver': 's3',
-        'bucket': 'weights',
-        'path': f'{self.id()}/',
-        'endpoint': self.endpoint,
-        'aws_region': 'us-east-1',
-    }
-    return json.dumps(spec)
+    return self.bucket.url(self.id())
 
   def test_publish_follow_collect(self):
     url = self._url()
@@ -156,38 +183,48 @@ class HttpTest(absltest.TestCase):
       publish.Publisher(url, _CFG, 'b')
 
 
+@absltest.skipIf(shutil.which('bwrap') is None, 'needs bubblewrap')
 class FullDiskTest(absltest.TestCase):
 
   def test_full_disk_is_an_error_and_nothing_else(self):
-    """Files cannot grow: the version is refused, the one before stays."""
-    url = f'file://{self.create_tempdir().full_path}/'
-    named = list(sample_weights.versions(3))
-    publisher = publish.Publisher(url, _CFG, 'a')
-    publisher.publish(0, named[0])
+    """A real file system without space, then with space again."""
+    folder = self.create_tempdir().full_path
     child = subprocess.run(
-        [sys.executable, __file__, 'publish-on-a-full-disk', url],
+        [
+            *('bwrap', '--dev-bind', '/', '/'),
+            *('--size', str(1 << 20), '--tmpfs', folder),
+            *(sys.executable, __file__, 'publish-on-a-full-disk', folder),
+        ],
         env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
         capture_output=True,
         text=True,
     )
     self.assertEqual(child.returncode, 0, child.stderr[-2000:])
-    self.assertIn('File too large', child.stdout)
-    self.assertIn('base/1/', child.stdout)
-    got = follow.Follower(url).poll()[1]
-    self.assertTrue(sample_weights.same(got, named[0]))
-    publisher.publish(2, named[2])
-    got = follow.Follower(url).poll()[1]
-    self.assertTrue(sample_weights.same(got, named[2]))
+    self.assertRegex(child.stdout, 'd/0-1/.*No space left on device')
 
 
-def _publish_on_a_full_disk(url):
-  *_, named = sample_weights.versions(2)
-  publisher = publish.Publisher(url, _CFG, 'victim')
-  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+def _publish_on_a_full_disk(folder):
+  url = f'file://{folder}/'
+  named = list(sample_weights.versions(3))
+  publisher = publish.Publisher(url, _CFG, 'a')
+  publisher.publish(0, named[0])
+  follower = follow.Follower(url)
+  first, _ = follower.poll()
+  filler = pathlib.Path(folder, 'filler')
   try:
-    publisher.publish(1, named)
-  except (OSError, ValueError, records.StoreError) as error:
+    filler.write_bytes(bytes(1 << 21))
+  except OSError:
+    pass
+  try:
+    publisher.publish(1, named[1])
+  except OSError as error:
     print(error)
+  assert follower.poll() is None and follower.version == first
+  assert follow.Follower(url).poll()[0] == first
+  filler.unlink()
+  done = publisher.publish(2, named[2])
+  version, got = follower.poll()
+  assert version == done.version and sample_weights.same(got, named[2])
 
 
 if __name__ == '__main__':

@@ -18,6 +18,17 @@ _CFG = config.WeightsConfig(
 )
 
 
+class _Forgetful(store.Store):
+  """Cannot delete or list anything for a while."""
+
+  away = False
+
+  def keys(self, prefix):
+    if self.away:
+      raise OSError('listing refused')
+    return super().keys(prefix)
+
+
 class RetainTest(absltest.TestCase):
 
   def setUp(self):
@@ -69,6 +80,26 @@ class RetainTest(absltest.TestCase):
     reader.poll()
     self._publish(2, 20)
     self.assertTrue(sample_weights.same(reader.poll()[1], self.named[19]))
+
+  def test_trouble_with_removal_does_not_touch_the_version(self):
+    opened = _Forgetful(self.url)
+    self.publisher = publish.Publisher('', _CFG, 'a', store=opened)
+    follower = follow.Follower(self.url)
+    self._publish(0, 9)
+    opened.away = True
+    for step in range(9, 13):  # two with a base
+      with (
+          self.assertLogs(level='WARNING')
+          if step in (9, 12)
+          else self.assertNoLogs(level='WARNING')
+      ):
+        self._publish(step, step + 1)
+      got = follower.poll()[1]
+      self.assertTrue(sample_weights.same(got, self.named[step]))
+    opened.away = False
+    self.assertEqual(self._versions()[0], 0)
+    self._publish(13, 20)
+    self.assertEqual(self._versions()[0], 12)
 
   def test_lease_keeps_a_version_until_it_is_not_renewed(self):
     self._publish(0, 5)

@@ -1,6 +1,10 @@
 """Several processes publish one version, whatever their shards are."""
 
 from concurrent import futures
+import os
+import signal
+import subprocess
+import sys
 import uuid
 
 from absl.testing import absltest
@@ -177,6 +181,35 @@ class WritersTest(parameterized.TestCase):
     follower = follow.Follower(self.url)
     self.assertTrue(sample_weights.same(follower.poll()[1], self.named[2]))
 
+  @parameterized.parameters((0, 5, 0), (0, 6, 1), (1, 3, 0))
+  def test_a_writer_process_is_killed(self, who, point, newest):
+    """A real SIGKILL of one of two, before or after LATEST moves."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, __file__, 'write', self.url]
+    writers = [
+        subprocess.Popen(
+            [*command, str(i), *([str(point)] if i == who else [])],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    said = [p.communicate(timeout=120)[0] for p in writers]
+    self.assertEqual(writers[who].returncode, -signal.SIGKILL)
+    self.assertEqual(writers[1 - who].returncode, 0)
+    self.assertIn('restart all processes of the trainer', said[1 - who])
+    follower = follow.Follower(self.url)
+    version, got = follower.poll()
+    self.assertEqual(version.step, newest)
+    named = self.named[newest]
+    self.assertTrue(sample_weights.same(got, named))
+    again = Trainer(self.url, _EXPERTS, named)
+    self.assertEqual({v for v in again.resume(named, newest)}, {version})
+    again.publish(2, self.named[2])
+    self.assertTrue(sample_weights.same(follower.poll()[1], self.named[2]))
+    self.assertEqual(follower.digest_mismatches, 0)
+
   def test_resume(self):
     Trainer(self.url, _FSDP, self.named[0]).publish(3, self.named[0])
     again = Trainer(self.url, _FSDP, self.named[0])
@@ -203,5 +236,26 @@ class WritersTest(parameterized.TestCase):
     self.assertTrue(sample_weights.same(got, self.named[1]))
 
 
+def _write(url, index, point=None):
+  """One of two writers; dies at its write number `point` of version 1."""
+  first, second = _versions(2)
+  dying = sample_weights.DyingStore(url)
+  dying.on_death = lambda: os.kill(os.getpid(), signal.SIGKILL)
+  writers = publish.Writers(index, _EXPERTS, first, patience_seconds=20.0)
+  publisher = publish.Publisher('', _CFG, 'all', writers=writers, store=dying)
+  boxes = _EXPERTS[index]
+  publisher.publish(0, _mine(first, boxes))
+  publisher._rounds._patience = 3.0  # both are up now
+  if point is not None:
+    dying.arm(point)
+  try:
+    publisher.publish(1, _mine(second, boxes))
+  except TimeoutError as e:
+    print(e)
+
+
 if __name__ == '__main__':
-  absltest.main()
+  if sys.argv[1:2] == ['write']:
+    _write(sys.argv[2], *map(int, sys.argv[3:]))
+  else:
+    absltest.main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 import threading
+import time
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 _POLL_SECONDS = 0.02
+_RETRY_SECONDS = 1.0
 
 
 def decode_params(named: Mapping[str, np.ndarray]) -> params_lib.Params:
@@ -46,8 +48,9 @@ def stored_versions(url: str) -> set[int]:
 class WeightFeed:
   """Follows a store in the background and hands the newest version over.
 
-  An error of the follower fences the host: the old version keeps serving and
-  the error is raised where the next weights are waited for.
+  An error of the follower fences the host: the old version keeps serving until
+  a later poll gets through. Whoever waits for new weights gets the error if it
+  has lasted for longer than a store may be away.
 
   Attributes:
     first: the version and parameters to start an engine with.
@@ -55,8 +58,12 @@ class WeightFeed:
       submitted after `newest` has reached a step runs on that step or later.
   """
 
-  def __init__(self, url: str):
+  def __init__(self, url: str, *, patience_seconds: float = 120.0):
     """Waits for the first version of the store.
+
+    Args:
+      url: of the weight store.
+      patience_seconds: how long following may fail before a wait does.
 
     Raises:
       ValueError: nothing has been published there.
@@ -69,7 +76,8 @@ class WeightFeed:
     self.first = first[0], decode_params(first[1])
     self._ready = None
     self.newest = first[0].step
-    self._error: Exception | None = None
+    self._patience = patience_seconds
+    self._failed: tuple[float, Exception] | None = None  # since when, latest
     self._lock = threading.Lock()
     self._stop = threading.Event()
     self._thread = threading.Thread(
@@ -82,14 +90,18 @@ class WeightFeed:
     return self._follower.digest_mismatches
 
   def _run(self) -> None:
-    while not self._stop.wait(_POLL_SECONDS):
+    while not self._stop.wait(
+        _RETRY_SECONDS if self._failed else _POLL_SECONDS
+    ):
       try:
         fresh = self._follower.poll()
-      except Exception as error:  # fenced; raised to whoever waits
-        self._error = error
-        return
-      if fresh is not None:
-        ready = fresh[0], decode_params(fresh[1])
+        ready = fresh and (fresh[0], decode_params(fresh[1]))
+      except Exception as error:
+        since = self._failed[0] if self._failed else time.monotonic()
+        self._failed = since, error
+        continue
+      self._failed = None
+      if ready is not None:
         with self._lock:
           self._ready = ready
           self.newest = ready[0].step
@@ -103,10 +115,15 @@ class WeightFeed:
     return ready
 
   async def wait_for(self, step: int) -> None:
-    """Waits until `newest` is at least `step`; raises what following failed with."""
+    """Waits until `newest` is at least `step`.
+
+    Raises:
+      FollowError: nothing could be fetched or verified for too long.
+    """
     while self.newest < step:
-      if self._error is not None:
-        raise self._error
+      failed = self._failed
+      if failed and time.monotonic() - failed[0] > self._patience:
+        raise failed[1]
       await asyncio.sleep(_POLL_SECONDS / 4)
 
   def close(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-import html
+from collections.abc import Callable, Iterable
 import math
+import os
 import pathlib
 from typing import NamedTuple
 
 import numpy as np
 from rich import table as rich_table
 
+from composer_jax.dashboard import plots
 from composer_jax.runs import inspection
 from composer_jax.weights import codec
 from composer_jax.weights import follow
@@ -21,7 +22,6 @@ from composer_jax.weights import store as store_lib
 
 # Upper ends of the classes of step sizes; the last has all larger ones.
 _SIZES = (1, 2, 4, 8, 16, 64)
-_BAR = 320  # units of a bar of 100%
 
 
 class Change(NamedTuple):
@@ -221,48 +221,19 @@ def change_table(found: list[Change], title: str) -> rich_table.Table:
   return out
 
 
-def change_plot(found: list[Change], title: str) -> str:
-  """The same as an SVG: bars of changed fractions, then of step sizes."""
+def change_plot(
+    path: str | os.PathLike, found: list[Change], title: str
+) -> None:
+  """Draws the same: changed fraction of every array, then steps by size."""
   total = np.sum([c.sizes for c in found if c.sizes], axis=0)
-  steps_in_all = max(float(np.sum(total)), 1.0)
-  fractions = {c.name: c.changed / max(c.values, 1) for c in found}
-  sizes = dict(
-      zip(
-          _labels(),
-          (np.atleast_1d(total) / steps_in_all).tolist(),
-          strict=False,
-      )
+  fractions = np.atleast_1d(total / max(np.sum(total), 1)).tolist()
+  plots.bars(
+      path,
+      {
+          f'{title}: changed values': {
+              c.name: c.changed / max(c.values, 1) for c in found
+          },
+          # Nothing was counted where no array has 2-byte floats.
+          'steps by size in ulp': dict(zip(_labels(), fractions, strict=False)),
+      },
   )
-  bars, at = [], 24
-  for heading, values in (
-      (f'{title}: changed values', fractions),
-      ('steps by size in ulp', sizes),
-  ):
-    bars.append(_text(8, at, heading, ' font-weight="bold"'))
-    bars += _bars(values, at)
-    at += 20 * len(values) + 40
-  return (
-      f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {at}"'
-      ' font-family="sans-serif" font-size="12">'
-      f'<rect width="720" height="{at}" fill="white"/>{"".join(bars)}</svg>\n'
-  )
-
-
-def _bars(values: Mapping[str, float], top: int) -> list[str]:
-  """A labeled bar for each value, the longest one over the full width."""
-  longest = max(values.values(), default=0.0) or 1.0
-  out = []
-  for i, (name, value) in enumerate(values.items()):
-    y = top + 20 * (i + 1)
-    width = _BAR * value / longest
-    out.append(_text(8, y, name))
-    out.append(
-        f'<rect x="300" y="{y - 10}" width="{width:.1f}" height="12"'
-        ' fill="#4477aa"/>'
-    )
-    out.append(_text(308 + width, y, f'{value:.2%}'))
-  return out
-
-
-def _text(x: float, y: float, text: str, style: str = '') -> str:
-  return f'<text x="{x:.1f}" y="{y}"{style}>{html.escape(text)}</text>'

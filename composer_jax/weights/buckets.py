@@ -14,6 +14,8 @@ import numba
 import numpy as np
 
 from composer_jax.weights import kernels
+from composer_jax.weights import parallel
+from composer_jax.weights import steps as steps_lib
 
 BUCKETS = 256
 SHIFT = 7  # bits of a word below its bucket
@@ -30,7 +32,7 @@ class Changes(NamedTuple):
 
 
 @_jit
-def _collect(old, new, buckets, gaps, steps):
+def _collect(old, new, where, buckets, gaps, steps):
   """Changes in the order of the words; returns how many.
 
   Ranks are counted in four tables, by position modulo 4: one table would
@@ -55,6 +57,7 @@ def _collect(old, new, buckets, gaps, steps):
       b = (old[i] >> SHIFT) & 255
       if old[i] != new[i]:
         rank = seen[0, b] + seen[1, b] + seen[2, b] + seen[3, b]
+        where[changed] = i
         buckets[changed] = b
         gaps[changed] = rank - last[b]
         steps[changed] = kernels.to_key(new[i]) - kernels.to_key(old[i])
@@ -128,26 +131,31 @@ def sizes(steps):
   return out
 
 
-def between(old: np.ndarray, new: np.ndarray) -> Changes:
-  """The changes that lead from old to new, both uint16 [n]."""
+def between(
+    old: np.ndarray, new: np.ndarray
+) -> tuple[Changes, steps_lib.Steps]:
+  """What leads from old to new, both uint16 [n]; the same in word order."""
   old, new = kernels.aligned(old), kernels.aligned(new)
-  buckets = np.empty(old.size, np.uint8)
-  gaps = np.empty(old.size, np.uint32)
-  steps = np.empty(old.size, np.uint16)
-  n = _collect(old, new, buckets, gaps, steps)
+  where = parallel.scratch('where', old.size, np.uint32)
+  buckets = parallel.scratch('buckets', old.size, np.uint8)
+  gaps = parallel.scratch('gaps', old.size, np.uint32)
+  step = parallel.scratch('step', old.size, np.uint16)
+  n = _collect(old, new, where, buckets, gaps, step)
   start = np.empty(BUCKETS + 1, np.int64)
   out = Changes(start, np.empty(n, np.uint32), np.empty(n, np.uint16))
-  _sort(buckets[:n], gaps[:n], steps[:n], *out)
-  return out
+  _sort(buckets[:n], gaps[:n], step[:n], *out)
+  return out, steps_lib.Steps(where[:n].copy(), step[:n].copy())
 
 
-def apply(old: np.ndarray, changes: Changes) -> np.ndarray:
-  """Inverse of `between`: the new words in a fresh array.
+def apply(
+    old: np.ndarray, changes: Changes, out: np.ndarray | None = None
+) -> np.ndarray:
+  """Inverse of `between`: the new words, in `out` or a fresh array.
 
   Raises:
     ValueError: a change lies behind the last word.
   """
-  out = old.copy()
+  out = kernels.copied(old, out)
   if not _apply(out, *changes):
     raise ValueError('delta payload: changes leave the tile; damaged')
   return out

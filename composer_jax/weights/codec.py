@@ -22,6 +22,7 @@ from composer_jax.weights import layout
 from composer_jax.weights import ranges
 from composer_jax.weights import reference
 from composer_jax.weights import rice
+from composer_jax.weights import steps as steps_lib
 
 RAW = 0  # the tile's bytes
 D2 = 1  # `reference.Streams`, zstd per stream
@@ -29,6 +30,8 @@ E = 2  # `buckets.Changes` as `rice` codes
 F = 3  # `buckets.Changes` through the range coder of `ranges`
 XOR = 4  # any other type than 2-byte floats: XOR of the bytes, zstd
 NAMES = {RAW: 'raw', D2: 'D2', E: 'E', F: 'F', XOR: 'xor'}
+
+DELTAS = {NAMES[i]: i for i in (D2, E, F)}
 
 _PACKERS = {E: rice, F: ranges}
 
@@ -43,6 +46,7 @@ class Encoded(NamedTuple):
   codec: int
   payload: bytes
   changed: int  # elements
+  steps: steps_lib.Steps | None = None  # that the payload has; 2-byte floats
 
 
 def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
@@ -78,18 +82,18 @@ def _unpack(packed: bytes, length: int) -> bytes:
   return raw
 
 
-def _encode_d2(old: np.ndarray, new: np.ndarray) -> tuple[bytes, int]:
-  changed, *streams = kernels.split(old, new)
-  if not changed:
-    return b'', 0
+def _pack_d2(found: steps_lib.Steps) -> bytes:
+  changed, *streams = kernels.split(*found)
   packed = [_pack(s) for s in streams]
   gaps, _, skips, magnitudes = streams
   lengths = (changed, gaps.nbytes, skips.nbytes, magnitudes.nbytes)
   sizes = [len(p) for p in packed[:3]]
-  return b''.join((_HEAD.pack(*lengths, *sizes), *packed)), changed
+  return b''.join((_HEAD.pack(*lengths, *sizes), *packed))
 
 
-def _apply_d2(payload: bytes, old: np.ndarray) -> np.ndarray:
+def _apply_d2(
+    payload: bytes, old: np.ndarray, out: np.ndarray | None
+) -> np.ndarray:
   if len(payload) < _HEAD.size:
     raise ValueError(f'delta payload: {len(payload)} bytes; truncated')
   changed, gaps, skips, magnitudes, *sizes = _HEAD.unpack_from(payload)
@@ -103,18 +107,18 @@ def _apply_d2(payload: bytes, old: np.ndarray) -> np.ndarray:
     streams.append(np.frombuffer(_unpack(view[at : at + size], length), 'u1'))
     at += size
   streams[3] = streams[3].view('<u2')
-  return kernels.merge(old, reference.Streams(changed, *streams))
+  return kernels.merge(old, reference.Streams(changed, *streams), out)
 
 
 def _encode_words(
     codec: int, old: np.ndarray, new: np.ndarray
-) -> tuple[bytes, int]:
-  """Payload and number of changes between words of 2-byte floats."""
+) -> tuple[bytes, steps_lib.Steps]:
+  """Payload and steps between words of 2-byte floats."""
   if codec == D2:
-    return _encode_d2(old, new)
-  changes = buckets.between(old, new)
-  count = changes.gaps.size
-  return _PACKERS[codec].pack(changes) if count else b'', count
+    found = steps_lib.between(old, new)
+    return _pack_d2(found) if found.where.size else b'', found
+  changes, found = buckets.between(old, new)
+  return _PACKERS[codec].pack(changes) if found.where.size else b'', found
 
 
 def encode(
@@ -137,11 +141,12 @@ def encode(
   Returns:
     The payload of the smaller of delta and raw.
   """
-  values = new.nbytes // itemsize
+  values, found = new.nbytes // itemsize, None
   if old is None:
     return Encoded(RAW, new.tobytes(), values)
   if new.dtype == np.uint16:
-    payload, changed = _encode_words(codec, old, new)
+    payload, found = _encode_words(codec, old, new)
+    changed = found.where.size
   else:
     codec = XOR
     mask = old ^ new
@@ -150,8 +155,8 @@ def encode(
   if not changed:
     return unchanged(new)
   if changed > raw_above * values or len(payload) >= new.nbytes:
-    return Encoded(RAW, new.tobytes(), changed)
-  return Encoded(codec, payload, changed)
+    return Encoded(RAW, new.tobytes(), changed, found)
+  return Encoded(codec, payload, changed, found)
 
 
 def unchanged(words: np.ndarray) -> Encoded:
@@ -164,17 +169,20 @@ def apply(
     payload: bytes,
     old: np.ndarray | None,
     dtype: np.dtype | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Decodes one tile into a fresh array (or a view of a raw payload).
+  """Decodes one tile.
 
   Args:
     codec: id from `encode`.
     payload: bytes from `encode`, already checked against their digest.
     old: the words `encode` saw; may be None for `RAW` if dtype is given.
     dtype: word type, uint16 or uint8; that of `old` by default.
+    out: array like `old` to decode a delta into, a fresh one by default.
+      Memory that was used before is several times faster than new pages.
 
   Returns:
-    The new words, flat.
+    The new words, flat: in `out`, or a view of a raw payload.
 
   Raises:
     ValueError: unknown codec or damaged payload.
@@ -183,14 +191,13 @@ def apply(
     return np.frombuffer(payload, old.dtype if dtype is None else dtype)
   if codec not in NAMES:
     raise ValueError(f'codec={codec}: unknown; this reader is too old')
-  if not payload:
-    return old.copy()
-  if codec == D2:
-    return _apply_d2(payload, old)
-  if codec in _PACKERS:
+  if codec == D2 and payload:
+    return _apply_d2(payload, old, out)
+  if codec in _PACKERS and payload:
     changes = _PACKERS[codec].unpack(payload, old.size)
-    return buckets.apply(old, changes)
-  return old ^ np.frombuffer(_unpack(payload, old.nbytes), np.uint8)
+    return buckets.apply(old, changes, out)
+  mask = _unpack(payload, old.nbytes) if payload else bytes(old.nbytes)
+  return np.bitwise_xor(old, np.frombuffer(mask, old.dtype), out=out)
 
 
 def bound(old: np.ndarray, new: np.ndarray) -> float:

@@ -17,6 +17,7 @@ from composer_jax.weights import layout
 from composer_jax.weights import parallel
 from composer_jax.weights import records
 from composer_jax.weights import retain
+from composer_jax.weights import spare
 from composer_jax.weights import store as store_lib
 
 _Path = list[tuple[records.Manifest, records.Edge]]
@@ -60,6 +61,7 @@ class Follower:
     self._link = None
     self._generation = None
     self._named = None
+    self._spare = spare.Spare()
     self.version: trace.WeightVersion | None = None
     self.digest_mismatches = 0
 
@@ -211,7 +213,7 @@ class Follower:
     """Fresh arrays at the end of a path from a base or this host's version."""
     target = path[-1][0]
     view = self._view(target.table)
-    named = view.empty()
+    named = self._spare.lend(view.empty())
     before = self._named  # where the first deltas start; then they go on here
     for manifest, edge in path:
       rows = self._store.index(edge, manifest.table)
@@ -256,7 +258,12 @@ class Follower:
           return None
         if now[:8] != row['pre'].tobytes():
           return tile
-      new = codec.apply(int(row['codec']), payload, old, view.word(tile))
+      out = (
+          old
+          if old is None
+          else parallel.scratch(f'tile {old.dtype}', old.size, old.dtype)
+      )
+      new = codec.apply(int(row['codec']), payload, old, view.word(tile), out)
       _check(new, row, edge)
       view.write(named, tile, new)
       return None

@@ -25,43 +25,34 @@ def from_key(key):
 
 
 @_jit
-def _split(old, new, gaps, signs, skips, magnitudes):
-  changed = gap_end = skip_end = large = 0
+def _split(where, step, gaps, signs, skips, magnitudes):
+  gap_end = skip_end = large = 0
   last = last_large = -1
-  whole = old.size >> 2  # words are compared by fours: most are equal
-  old_four = old[: whole << 2].view(np.uint64)
-  new_four = new[: whole << 2].view(np.uint64)
-  for four in range(whole + 1):
-    if four < whole and old_four[four] == new_four[four]:
-      continue
-    for i in range(four << 2, min((four << 2) + 4, old.size)):
-      if old[i] == new[i]:
-        continue
-      gap = i - last - 1
-      last = i
-      while gap >= 255:
-        gaps[gap_end] = 255
-        gap_end += 1
-        gap -= 255
-      gaps[gap_end] = gap
+  for n in range(where.size):
+    gap = np.int64(where[n]) - last - 1
+    last = np.int64(where[n])
+    while gap >= 255:
+      gaps[gap_end] = 255
       gap_end += 1
-      step = np.int32(np.uint16(to_key(new[i]) - to_key(old[i])))
-      if step >= 0x8000:
-        step = 0x10000 - step
-        signs[changed >> 3] |= np.uint8(1 << (changed & 7))
-      if step != 1:
-        skip = changed - last_large - 1
-        last_large = changed
-        while skip >= 255:
-          skips[skip_end] = 255
-          skip_end += 1
-          skip -= 255
-        skips[skip_end] = skip
+      gap -= 255
+    gaps[gap_end] = gap
+    gap_end += 1
+    size = np.int32(step[n])
+    if size >= 0x8000:
+      size = 0x10000 - size
+      signs[n >> 3] |= np.uint8(1 << (n & 7))
+    if size != 1:
+      skip = n - last_large - 1
+      last_large = n
+      while skip >= 255:
+        skips[skip_end] = 255
         skip_end += 1
-        magnitudes[large] = step
-        large += 1
-      changed += 1
-  return changed, gap_end, skip_end, large
+        skip -= 255
+      skips[skip_end] = skip
+      skip_end += 1
+      magnitudes[large] = size
+      large += 1
+  return gap_end, skip_end, large
 
 
 @_jit
@@ -111,29 +102,33 @@ def aligned(words: np.ndarray) -> np.ndarray:
   return words.copy() if words.ctypes.data % 8 else words
 
 
-def split(old: np.ndarray, new: np.ndarray) -> reference.Streams:
-  """See `reference.split`."""
-  n = old.size
-  old, new = aligned(old), aligned(new)
-  gaps = np.empty(n + n // 255, np.uint8)
+def split(where: np.ndarray, step: np.ndarray) -> reference.Streams:
+  """The streams of `reference.split`, from `steps.Steps`."""
+  n = where.size
+  reach = int(where[-1]) + 1 if n else 0
+  gaps = np.empty(n + reach // 255, np.uint8)
   signs = np.zeros(-(-n // 8), np.uint8)
   skips = np.empty(n + n // 255, np.uint8)
   magnitudes = np.empty(n, np.uint16)
-  changed, gap_end, skip_end, large = _split(
-      old, new, gaps, signs, skips, magnitudes
-  )
+  gap_end, skip_end, large = _split(where, step, gaps, signs, skips, magnitudes)
   return reference.Streams(
-      changed,
-      gaps[:gap_end],
-      signs[: -(-changed // 8)],
-      skips[:skip_end],
-      magnitudes[:large],
+      n, gaps[:gap_end], signs, skips[:skip_end], magnitudes[:large]
   )
 
 
-def merge(old: np.ndarray, streams: reference.Streams) -> np.ndarray:
-  """See `reference.merge`."""
-  out = old.copy()
+def copied(old: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+  """A copy of `old`, in `out` or a fresh array."""
+  if out is None:
+    return old.copy()
+  np.copyto(out, old)
+  return out
+
+
+def merge(
+    old: np.ndarray, streams: reference.Streams, out: np.ndarray | None = None
+) -> np.ndarray:
+  """See `reference.merge`; the new words go to `out` or a fresh array."""
+  out = copied(old, out)
   if streams.signs.size * 8 < streams.changed or not _merge(out, *streams):
     raise ValueError('delta payload: streams disagree; damaged')
   return out

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import collections
 from concurrent import futures
 import dataclasses
+import logging
 import math
 import time
 from typing import Any
@@ -201,20 +202,19 @@ class Publisher:
     rebase = not warm or since >= self._cfg.base_every_versions
 
     nonce = f'{uuid.uuid4().hex[:12]}.{self._me}'
-    raw_above = self._cfg.raw_above_changed_fraction
     wanted = {}  # edge -> (key, where it starts, how to encode tile i)
     if warm:
       snapshot.forget_draft()
       wanted['delta'] = (
           f'd/{parent.version}-{version}/{nonce}',
           parent,
-          lambda i: snapshot.delta_tile(named, i, raw_above),
+          lambda i: snapshot.delta_tile(named, i, self._cfg),
       )
     if warm and origin is not None:
       wanted['skip'] = (
           f'd/{origin.version}-{version}/{nonce}',
           origin,
-          lambda i: snapshot.skip_tile(named, i, raw_above),
+          lambda i: snapshot.skip_tile(named, i, self._cfg),
       )
     if rebase:
       wanted['base'] = (
@@ -260,7 +260,7 @@ class Publisher:
     )
     self._snapshot, self._unsure = snapshot, False
     if rebase and self._me == 0:
-      retain.collect(self._store, link, self._cfg.keep_bases)
+      self._collect()
     sizes = {kind: edge.nbytes for kind, edge in edges.items()}
     return Published(
         version=records.weight_version(manifest),
@@ -274,6 +274,13 @@ class Publisher:
         changed=manifest.changed,
         seconds=time.perf_counter() - begin,
     )
+
+  def _collect(self) -> None:
+    """Removes old objects; trouble with that is no trouble of the version."""
+    try:
+      retain.collect(self._store, self._link, self._cfg.keep_bases)
+    except (OSError, ValueError) as e:
+      logging.warning('old weights stay until the next base: %s', e)
 
   def _layout(self, named) -> tuple[layout.View, np.ndarray]:
     """What this process has, and the owner of every tile."""

@@ -8,17 +8,21 @@ back from the new words, gives the old ones that a skip delta starts from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import collections
 from typing import NamedTuple
 
 import numpy as np
 
+from composer_jax import config
 from composer_jax.weights import codec
 from composer_jax.weights import layout
+from composer_jax.weights import parallel
 from composer_jax.weights import records
 from composer_jax.weights import steps
 
 _NO_DIGEST = bytes(8)
-# A kept change takes 6 bytes, so this is 3/4 of a byte for every value.
+# Share of a tile's values whose steps are kept. A step takes 6 bytes, so this
+# is 3/4 of a byte for every value.
 _MOST_KEPT = 1 / 8
 
 
@@ -67,32 +71,35 @@ class Snapshot:
     self._origin_digests = self._digests
 
   def delta_tile(
-      self, named: Mapping[str, np.ndarray], i: int, raw_above: float
+      self, named: Mapping[str, np.ndarray], i: int, cfg: config.WeightsConfig
   ) -> Tile:
     """A tile as it follows from the version before."""
     old, new = self._words[i], self.view.read(named, self.tiles[i])
     pre, post = self._digests[i].tobytes(), codec.digest(new)
     if pre == post:
       return Tile(codec.unchanged(new), pre[:8], post)
-    if self.origin is not None and new.dtype == np.uint16:
-      self._fresh[i] = steps.between(old, new)
     encoded = codec.encode(
         old,
         new,
+        codec=codec.DELTAS[cfg.codec],
         itemsize=self.view.itemsize(self.tiles[i]),
-        raw_above=raw_above,
+        raw_above=cfg.raw_above_changed_fraction,
     )
-    return Tile(encoded, pre[:8], post)
+    if encoded.changed <= _MOST_KEPT * new.size and encoded.steps is not None:
+      self._fresh[i] = encoded.steps
+    return Tile(encoded._replace(steps=None), pre[:8], post)
 
   def skip_tile(
-      self, named: Mapping[str, np.ndarray], i: int, raw_above: float
+      self, named: Mapping[str, np.ndarray], i: int, cfg: config.WeightsConfig
   ) -> Tile:
     """A tile as it follows from `origin`; `delta_tile(i)` comes first."""
     new = self.view.read(named, self.tiles[i])
     pre, post = self._origin_digests[i].tobytes(), codec.digest(new)
     if pre == post:
       return Tile(codec.unchanged(new), pre[:8], post)
-    if new.dtype != np.uint16:  # few and small: their old bytes are not kept
+    lost = post != self._digests[i].tobytes() and i not in self._fresh
+    if lost or new.dtype != np.uint16:
+      # It changed too much, or its type has no steps; few and small are those.
       encoded = codec.encode(
           None, new, itemsize=self.view.itemsize(self.tiles[i])
       )
@@ -100,6 +107,7 @@ class Snapshot:
     parts = [v[i] for v in (*self._window, self._fresh) if i in v]
     old = steps.undo(new, steps.compose(parts, new.size))
     # Whoever is far behind has more to fetch than to compute.
+    raw_above = cfg.raw_above_changed_fraction
     encoded = codec.encode(old, new, codec=codec.F, raw_above=raw_above)
     return Tile(encoded, pre[:8], post)
 
@@ -117,13 +125,20 @@ class Snapshot:
       posts: its digests [tiles 16], of this writer's tiles.
       new_origin: the version itself if skip deltas are to start from it.
     """
-    for i in np.flatnonzero((posts != self._digests).any(axis=1)):
-      self._words[i][:] = self.view.read(named, self.tiles[i])
+
+    def take_over(i: int) -> None:
+      new = self.view.read(named, self.tiles[i])
+      where = self._fresh[i].where if i in self._fresh else slice(None)
+      self._words[i][where] = new[where]
+
+    moved = np.flatnonzero((posts != self._digests).any(axis=1)).tolist()
+    collections.deque(parallel.ordered(take_over, moved), maxlen=0)
+    floats = [i for i in moved if self._words[i].dtype == np.uint16]
     self._digests = posts.copy()
     self._window.append(self._fresh)
     self._kept += sum(s.where.size for s in self._fresh.values())
-    if self._kept > _MOST_KEPT * self._values:
-      self.origin = None
+    if self._kept > _MOST_KEPT * self._values or {*floats} - {*self._fresh}:
+      self.origin = None  # steps of the window are missing, or too many
     if new_origin is not None:
       self.origin, self._origin_digests = new_origin, self._digests
     if new_origin is not None or self.origin is None:

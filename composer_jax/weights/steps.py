@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
+from composer_jax.weights import kernels
+from composer_jax.weights import parallel
 from composer_jax.weights import reference
 
 
@@ -21,11 +24,29 @@ class Steps(NamedTuple):
   step: np.ndarray  # u16 [changes], modulo 2**16
 
 
+@numba.njit(nogil=True, cache=True)
+def _find(old, new, where, step):
+  n = 0
+  whole = old.size >> 2  # words are compared by fours: most are equal
+  old_four = old[: whole << 2].view(np.uint64)
+  new_four = new[: whole << 2].view(np.uint64)
+  for four in range(whole + 1):
+    if four < whole and old_four[four] == new_four[four]:
+      continue
+    for i in range(four << 2, min((four << 2) + 4, old.size)):
+      if old[i] != new[i]:
+        where[n] = i
+        step[n] = kernels.to_key(new[i]) - kernels.to_key(old[i])
+        n += 1
+  return n
+
+
 def between(old: np.ndarray, new: np.ndarray) -> Steps:
   """The steps that lead from old to new, both uint16 [n]."""
-  where = np.flatnonzero(old != new).astype(np.uint32)
-  step = reference.to_key(new[where]) - reference.to_key(old[where])
-  return Steps(where, step)
+  where = parallel.scratch('where', old.size, np.uint32)
+  step = parallel.scratch('step', old.size, np.uint16)
+  n = _find(kernels.aligned(old), kernels.aligned(new), where, step)
+  return Steps(where[:n].copy(), step[:n].copy())
 
 
 def compose(parts: Sequence[Steps], words: int) -> Steps:

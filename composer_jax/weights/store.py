@@ -78,7 +78,7 @@ class Store:
   def keys(self, prefix: str) -> list[str]:
     """The keys that start with a prefix."""
     last = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-    keys = self._kv.list(ts.KvStore.KeyRange(prefix, last)).result()
+    keys = self._done(prefix, self._kv.list(ts.KvStore.KeyRange(prefix, last)))
     return sorted(k.decode() for k in keys)
 
   def swap(self, key: str, data: bytes, generation: bytes) -> bytes:

@@ -8,16 +8,17 @@ gives the same bytes. The peer is XOR with the last version through zstd 1.
 from __future__ import annotations
 
 import dataclasses
-import html
-import math
+import pathlib
 import tempfile
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import zstandard
 
 from composer_jax import config
+from composer_jax.dashboard import plots
 from composer_jax.weights import codec
 from composer_jax.weights import follow
 from composer_jax.weights import layout
@@ -30,7 +31,7 @@ _TILE = layout.TILE_ELEMENTS
 _RATES = (1e-7, 1e-6, 3e-6, 1e-5)
 _CODECS = {'D2': codec.D2, 'E': codec.E, 'F': codec.F}
 # Name, times smaller than all weights; as published by others.
-_ANCHORS = (('vendor blog', 50), ('SparrowRL', 79), ('PULSE', 130))
+_ANCHORS = {'vendor blog': 50, 'SparrowRL': 79, 'PULSE': 130}
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -186,36 +187,69 @@ def _as_named(words: np.ndarray) -> dict[str, np.ndarray]:
   return {'w': words.reshape(-1, 512, 512).view(ml_dtypes.bfloat16)}
 
 
-def _end_to_end(pair: Pair, pairs: int) -> paired.Result:
+class _Link:
+  """A publisher and a follower of a store of their own, versions in turn."""
+
+  def __init__(self, folder: str, name: str, named: list, **weights):
+    cfg = config.WeightsConfig(**weights)
+    url = f'file://{folder}/{name}/'
+    self._publisher = publish.Publisher(url, cfg, 'bench')
+    self._url = url
+    self._follower = follow.Follower(url)
+    self._named = named
+    self._step = 0
+    self.pass_on()
+
+  def pass_on(self) -> None:
+    """One version, published until it is applied and verified."""
+    self._step += 1
+    self._publisher.publish(self._step, self._named[self._step % 2])
+    self._follower.poll()
+
+  def pass_all(self) -> None:
+    """The same for a host that has nothing yet: every byte travels."""
+    self._follower = follow.Follower(self._url)
+    self.pass_on()
+
+
+def _end_to_end(pair: Pair, pairs: int) -> list[paired.Result]:
   """Publish until applied and verified, against all bytes there and back."""
   named = [_as_named(words) for words in pair]
+  out = []
   with tempfile.TemporaryDirectory() as folder:
-    url = f'file://{folder}/'
-    cfg = config.WeightsConfig(base_every_versions=1_000_000)
-    publisher = publish.Publisher(url, cfg, 'bench')
-    follower = follow.Follower(url)
-    plain = store_lib.Store(f'file://{folder}/full/')
-    count = iter(range(1_000_000))
+    never = {'base_every_versions': 1_000_000}
+    links = {c: _Link(folder, c, named, codec=c, **never) for c in ('E', 'D2')}
+    whole = _Link(folder, 'whole', named, base_every_versions=1)
+    plain = store_lib.Store(f'file://{folder}/plain/')
+    orbax = ocp.PyTreeCheckpointer()
 
-    def delta():
-      i = next(count)
-      publisher.publish(i, named[i % 2])
-      follower.poll()
-
-    def full():
+    def bare():
       blob = plain.put('weights', named[0]['w'].tobytes())
       np.frombuffer(plain.get(blob), np.uint16)
 
-    delta()
-    return paired.measure(
-        'publish to applied',
-        delta,
-        {'full write + read': full},
-        work=pair[0].nbytes / 1e6,
-        unit='MB/s',
-        pairs=pairs,
-        target=5.0,
-    )
+    def checkpoint():
+      orbax.save(f'{folder}/orbax', named[0], force=True)
+      orbax.restore(f'{folder}/orbax')
+
+    peers = {
+        'a whole version': whole.pass_all,
+        'Orbax save + restore': checkpoint,
+        'bare write + read': bare,
+    }
+    for label, link in links.items():
+      for peer, run in peers.items():
+        out.append(
+            paired.measure(
+                f'{label} publish to applied',
+                link.pass_on,
+                {peer: run},
+                work=pair[0].nbytes / 1e6,
+                unit='MB/s',
+                pairs=pairs,
+                target=5.0,
+            )
+        )
+  return out
 
 
 def _chain(versions: int, values: int) -> list[Figure]:
@@ -307,58 +341,21 @@ def run(*, pairs: int, values: int = 1 << 23) -> list[Figure | paired.Result]:
   out += _chain(100, values // 4)
   out += _speeds(reference, pairs)
   large = tuple(np.tile(words, 8) for words in reference)
-  out.append(_end_to_end(large, pairs))
+  out += _end_to_end(large, pairs)
   return out
 
 
-def plot(results: list[Figure | paired.Result]) -> str:
-  """Ratio against learning rate as an SVG, with what others published."""
-  lines = {
-      label: [
-          next(
-              r.value for r in results if r.name == f'lr {rate:g} {label} ratio'
-          )
-          for rate in _RATES
-      ]
-      for label in ('F', 'E', 'D2', 'xor+zstd1', 'int32+bf16')
-  }
-
-  def x(rate: float) -> float:
-    low, high = math.log(_RATES[0]), math.log(_RATES[-1])
-    return 60 + 480 * (math.log(rate) - low) / (high - low)
-
-  def y(ratio: float) -> float:
-    return 380 - 110 * math.log10(max(ratio, 1))
-
-  parts = []
-  for name, ratio in _ANCHORS:
-    parts.append(
-        f'<path d="M60 {y(ratio):.1f}H540" stroke="#bbb" stroke-dasharray="4"/>'
-    )
-    parts.append(_text(62, y(ratio) - 3, f'{name} {ratio}x', '#888'))
-  colors = ('#882255', '#4477aa', '#228833', '#ccbb44', '#aa3377')
-  for color, (label, ratios) in zip(colors, lines.items(), strict=True):
-    points = ' '.join(
-        f'{x(r):.1f},{y(v):.1f}' for r, v in zip(_RATES, ratios, strict=True)
-    )
-    parts.append(
-        f'<polyline points="{points}" fill="none" stroke="{color}"'
-        ' stroke-width="2"/>'
-    )
-    parts.append(_text(546, y(ratios[-1]) + 4, label, color))
-  for rate in _RATES:
-    parts.append(_text(x(rate) - 14, 400, f'{rate:g}', '#000'))
-  for power in range(4):
-    parts.append(_text(20, y(10**power) + 4, f'{10**power}x', '#000'))
-  title = 'times smaller than all weights, against AdamW learning rate'
-  parts.append(_text(60, 20, title, '#000'))
-  return (
-      '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 410"'
-      ' font-family="sans-serif" font-size="12"><rect width="640" height="410"'
-      f' fill="white"/>{"".join(parts)}</svg>\n'
+def plot(path: pathlib.Path, results: list[Figure | paired.Result]) -> None:
+  """Draws ratio against learning rate, with what others have published."""
+  found = {r.name: r.value for r in results if isinstance(r, Figure)}
+  plots.log_lines(
+      path,
+      'How many times smaller than all weights a delta is',
+      ('AdamW learning rate', 'ratio'),
+      _RATES,
+      {
+          label: [found[f'lr {rate:g} {label} ratio'] for rate in _RATES]
+          for label in ('F', 'E', 'D2', 'xor+zstd1', 'int32+bf16')
+      },
+      _ANCHORS,
   )
-
-
-def _text(x: float, y: float, text: str, color: str) -> str:
-  text = html.escape(text)
-  return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}">{text}</text>'

@@ -141,6 +141,28 @@ class AwayTest(absltest.TestCase):
     self.addCleanup(http.shutdown)
     self.assertTrue(sample_weights.same(follower.poll()[1], named[1]))
 
+  def test_bucket_that_is_away_for_a_while(self):
+    """Publisher and follower both fail by name, and go on afterwards."""
+    bucket = self.enterContext(remote_store_test.bucket())
+    url = bucket.url('away')
+    cfg = config.WeightsConfig(tile_elements=512)
+    publisher = publish.Publisher(url, cfg, 'a')
+    follower = follow.Follower(url)
+    named = list(sample_weights.versions(3))
+    first = publisher.publish(0, named[0]).version
+    follower.poll()
+    bucket.stop()
+    with self.assertRaisesRegex(OSError, 'd/0-1/.*in reach'):
+      publisher.publish(1, named[1])
+    with self.assertRaisesRegex(follow.FollowError, 'LATEST'):
+      follower.poll()
+    self.assertEqual(follower.version, first)
+    bucket.start()
+    done = publisher.publish(2, named[2])
+    version, got = follower.poll()
+    self.assertEqual(version, done.version)
+    self.assertTrue(sample_weights.same(got, named[2]))
+
 
 if __name__ == '__main__':
   absltest.main()
