@@ -1,7 +1,8 @@
-"""Causal segment attention and its decode twin, with the same bits.
+"""Causal segment attention and its paged twin, with the same bits.
 
 Both call one tile: QUERY_ROWS query tokens (times the query heads of one
-key-value head) against key blocks of KEY_BLOCK keys in ascending order. The
+key-value head) against key blocks of KEY_BLOCK keys in ascending order; a page
+of the cache is one such block, wherever it lies. The
 softmax is two-pass: the maximum over every score, then exp(s - max) @ [v | 1]
 summed block by block, one division at the end. Nothing is rescaled, so a
 wholly masked block adds exact zeros and may be skipped or not without
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from kernels_triton import contract
 
 _MASKED = -1e30
+_GROUP = 16  # query tiles of a prefill that run together; leaves the bits
 _ONES = 8  # columns of ones next to v: their product is the softmax sum
 
 
@@ -64,8 +66,9 @@ def _with_ones(v: jax.Array) -> jax.Array:
 
 def _tile(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    keys: Callable[[jax.Array], jax.Array],
+    values: Callable[[jax.Array], jax.Array],
+    length: int,
     blocks,
     visible: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -73,8 +76,9 @@ def _tile(
 
   Args:
     q: [B M R H], scaled.
-    k: [B M S H], S a multiple of KEY_BLOCK.
-    v: [B M S H].
+    keys: number of a block -> its keys f32 [B M KEY_BLOCK H].
+    values: the same for its values.
+    length: most keys there can be, a multiple of KEY_BLOCK.
     blocks: i32 [], how many key blocks to visit.
     visible: start of a block -> bool broadcastable to [B M R KEY_BLOCK].
 
@@ -88,12 +92,12 @@ def _tile(
   def score(j, carry):
     scores, peak = carry
     start = j * size
-    s = _nt(q, _block(k, start, size, 2))
+    s = _nt(q, keys(j))
     s = lax.optimization_barrier(jnp.where(visible(start), s, _MASKED))
     scores = lax.dynamic_update_slice_in_dim(scores, s, start, 3)
     return scores, jnp.maximum(peak, jnp.max(s, axis=-1, keepdims=True))
 
-  scores = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+  scores = jnp.zeros((*q.shape[:3], length), jnp.float32)
   peak = jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32)
   scores, peak = lax.fori_loop(0, blocks, score, (scores, peak))
 
@@ -101,8 +105,7 @@ def _tile(
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)
     e = lax.optimization_barrier(e)
-    values = _with_ones(_block(v, start, size, 2))
-    part = jnp.einsum('bkms,bksd->bkmd', e, values)
+    part = jnp.einsum('bkms,bksd->bkmd', e, _with_ones(values(j)))
     return out + lax.optimization_barrier(part)
 
   out = jnp.zeros((*q.shape[:3], h + _ONES), jnp.float32)
@@ -142,8 +145,14 @@ def _forward(q, k, v, segments, positions):
           _block(positions, key, keys, 1),
       )
 
-    rows = _block(queries, start * g, size * g, 2)
-    return _tile(rows, k, v, (start + size + keys - 1) // keys, visible)
+    return _tile(
+        _block(queries, start * g, size * g, 2),
+        lambda j: _block(k, j * keys, keys, 2),
+        lambda j: _block(v, j * keys, keys, 2),
+        t,
+        (start + size + keys - 1) // keys,
+        visible,
+    )
 
   tiles = lax.map(tile, jnp.arange(t // size, dtype=jnp.int32))
   out, peak, total = (
@@ -230,39 +239,94 @@ def _backward(residuals, g):
 segment_attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.named_call, name='decode_attention')
-def decode_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+def _paged(q, k_pages, v_pages, table, positions):
+  """One tile per sequence: q [B Q N H], positions [B Q] -> [B Q N H]."""
+  keys = contract.KEY_BLOCK
+  count, n, m = q.shape[1], q.shape[2], k_pages.shape[1]
+  short = [(0, 0), (0, contract.QUERY_ROWS - count), (0, 0), (0, 0)]
+  rows = fold(jnp.pad(q.astype(jnp.float32), short), m)
+  last = jnp.pad(jnp.maximum(positions, 0), short[:2])
+  last = jnp.repeat(last, n // m, axis=1)[:, None, :, None]
+  ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
+
+  def blocks_of(pages):
+    def block(j):
+      chosen = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
+      return pages.at[chosen].get(mode='clip').astype(jnp.float32)
+
+    return block
+
+  out, _, _ = _tile(
+      rows,
+      blocks_of(k_pages),
+      blocks_of(v_pages),
+      table.shape[1] * keys,
+      jnp.max(last) // keys + 1,
+      lambda start: start + ids <= last,
+  )
+  return unfold(out, n)[:, :count]
+
+
+@functools.partial(jax.named_call, name='paged_attention')
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
 ) -> jax.Array:
-  """Attention of one new token per sequence to its cache.
+  """Attention of chunks of sequences to their pages, cut into query tiles.
+
+  Args:
+    q: [B QUERY_ROWS N H], already scaled; each tile is of one sequence.
+    k_pages: [P M KEY_BLOCK H], the keys of the new tokens included.
+    v_pages: [P M KEY_BLOCK H].
+    table: i32 [B S/KEY_BLOCK], pages of each tile's sequence in order; the
+      entries past its last page may be anything.
+    positions: i32 [B QUERY_ROWS] in the sequence; below 0 a row is not used.
+
+  Returns:
+    f32 [B QUERY_ROWS N H]; unused rows hold finite numbers.
+  """
+  # Tiles next to each other end at similar positions: a group visits only the
+  # key blocks that its own tiles need.
+  b = q.shape[0]
+  size = min(b, _GROUP)
+
+  def split(x):
+    pad = [(0, -b % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, pad).reshape(-1, size, *x.shape[1:])
+
+  def group(xs):
+    q, table, positions = xs
+    return _paged(q, k_pages, v_pages, table, positions)
+
+  out = lax.map(group, (split(q), split(table), split(positions)))
+  return out.reshape(-1, *q.shape[1:])[:b]
+
+
+@functools.partial(jax.named_call, name='paged_decode_attention')
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+  """Attention of one new token per sequence to its pages.
 
   The token is one live row of a full query tile: a smaller tile would compile
   to other instructions than the trainer's.
 
   Args:
     q: [B N H], already scaled.
-    k: [B M S H], the new key included; S a multiple of KEY_BLOCK.
-    v: [B M S H].
-    positions: i32 [B], of the new token.
+    k_pages: [P M KEY_BLOCK H], the new key included.
+    v_pages: [P M KEY_BLOCK H].
+    table: i32 [B S/KEY_BLOCK], as in `paged_attention`.
+    positions: i32 [B], of the new token; below 0 a row is not used.
 
   Returns:
     f32 [B N H].
   """
-  n, m = q.shape[1], k.shape[1]
-  keys = contract.KEY_BLOCK
-  pad = [(0, 0), (0, contract.QUERY_ROWS - 1), (0, 0), (0, 0)]
-  rows = fold(jnp.pad(q[:, None].astype(jnp.float32), pad), m)
-  ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
-
-  def visible(start):
-    return start + ids <= positions[:, None, None, None]
-
-  blocks = jnp.max(positions) // keys + 1
-  out, _, _ = _tile(
-      rows,
-      k.astype(jnp.float32),
-      v.astype(jnp.float32),
-      blocks,
-      visible,
-  )
-  return unfold(out, n)[:, 0]
+  q, positions = q[:, None], positions[:, None]
+  return _paged(q, k_pages, v_pages, table, positions)[:, 0]
