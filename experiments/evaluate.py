@@ -38,21 +38,6 @@ absl_flags.DEFINE_enum(
 absl_flags.DEFINE_string('json', None, 'File to write every figure to.')
 
 
-def _config(workdir: pathlib.Path):
-  from composer_jax import config_text
-  from composer_jax.runs import manifest
-
-  path = workdir / manifest.CONFIG_FILE
-  try:
-    return config_text.from_json(path.read_text())
-  except ValueError as e:
-    raise ValueError(f'{e}; add its folder to PYTHONPATH') from e
-  except TypeError as e:
-    raise ValueError(
-        f'{path}: written by another version of composer_jax: {e}'
-    ) from e
-
-
 def _table(title: str, rows: dict[str, dict[str, float]]):
   from rich import table
 
@@ -79,7 +64,7 @@ def _score(workdir: pathlib.Path) -> dict:
   from experiments import machine
 
   values = absl_flags.FLAGS
-  cfg = _config(workdir)
+  cfg = flags.stored_experiment(workdir)
   try:
     device = machine.setup_devices(cfg, values.compilation_cache).rollout
   except ValueError:

@@ -237,3 +237,20 @@ def existing_workdir() -> pathlib.Path:
   if not manifest.is_run(path):
     raise ValueError(f'--workdir={path}: there is no run of composer_jax')
   return path
+
+
+def stored_experiment(path: pathlib.Path) -> config.Experiment:
+  """Returns the config of a run in a work directory.
+
+  Raises:
+    ValueError: it names a class that cannot be found, or is of another version.
+  """
+  stored = path / manifest.CONFIG_FILE
+  try:
+    return config_text.from_json(stored.read_text())
+  except ValueError as e:
+    raise ValueError(f'{e}; add its folder to PYTHONPATH') from e
+  except TypeError as e:
+    raise ValueError(
+        f'{stored}: written by another version of composer_jax: {e}'
+    ) from e

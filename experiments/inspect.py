@@ -5,11 +5,16 @@
   python3 -m experiments.inspect weights --store=URL --diff A B [--plot=PNG]
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
+  python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
+  python3 -m experiments.inspect ops --workdir=DIR --against=FILE
 
 run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
 --diff compares two versions, by array and by size of step, and can plot that.
 trajectory: the list of those kept, or one of them with its text.
+ops: computes some windows with decoder and trainer, and one training step, and
+names the first op in which the two roles differ; --against compares with what
+another process has computed and saved.
 """
 
 import functools
@@ -21,7 +26,7 @@ from experiments import flags
 from rich import console
 from rich import progress as rich_progress
 
-_COMMANDS = ('run', 'weights', 'trajectory')
+_COMMANDS = ('run', 'weights', 'trajectory', 'ops')
 
 
 def _define(command: str) -> None:
@@ -47,6 +52,11 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
     absl_flags.DEFINE_string('path', None, 'File of a trajectory.')
     absl_flags.DEFINE_bool('tokens', False, 'A line for every token.')
+  elif command == 'ops':
+    flags.define_workdir('of the run')
+    absl_flags.DEFINE_string('save', None, 'File to save all values to.')
+    absl_flags.DEFINE_string('against', None, 'File of another process.')
+    flags.define_compilation_cache()
 
 
 def _join_diff(argv: list[str]) -> None:
@@ -124,13 +134,49 @@ def _trajectory(out: console.Console) -> None:
     out.print(part)
 
 
+def _ops(out: console.Console) -> int:
+  from composer_jax.learner import step
+  from composer_jax.runs import divergence
+  from composer_jax.runs import ops
+  from experiments import machine
+
+  values = absl_flags.FLAGS
+  workdir = flags.existing_workdir()
+  if values.against and not pathlib.Path(values.against).is_file():
+    raise ValueError(f'--against={values.against}: no such file')
+  cfg = flags.stored_experiment(workdir)
+  machine.setup_devices(cfg, values.compilation_cache)
+  found = ops.of_run(cfg, workdir, step.make_mesh(cfg.mesh))
+  if values.save:
+    divergence.save(pathlib.Path(values.save), found)
+  pairs = [
+      (name, 'trainer' + name.removeprefix('decoder'), found)
+      for name in found
+      if name.startswith('decoder')
+  ]
+  if values.against:
+    other = divergence.load(pathlib.Path(values.against))
+    pairs += [(name, name, other) for name in found]
+  differences = 0
+  for name, against, other in pairs:
+    difference = divergence.first(found[name], other[against])
+    place = values.against if other is not found else against
+    out.print(f'{name} vs {place}: {difference or "equal"}', soft_wrap=True)
+    differences += difference is not None
+  return int(differences > 0)
+
+
 def main() -> int | None:
   out = console.Console(highlight=False, markup=False, emoji=False)
   if not out.is_terminal:
     out.width = 160  # a log or a pipe has no edge
-  return {'run': _run, 'weights': _weights, 'trajectory': _trajectory}[
-      _COMMAND
-  ](out)
+  commands = {
+      'run': _run,
+      'weights': _weights,
+      'trajectory': _trajectory,
+      'ops': _ops,
+  }
+  return commands[_COMMAND](out)
 
 
 if __name__ == '__main__':

@@ -15,6 +15,12 @@ def define() -> None:
   flags.define_workdir()
   flags.define_dry_run()
   flags.define_compilation_cache()
+  absl_flags.DEFINE_bool(
+      'accept_numeric_change',
+      False,
+      'Continues a run although what decides its bits has changed: a version, a'
+      ' constant, the processor. The manifest records it.',
+  )
 
 
 def main(work: Callable[..., bool]) -> int:
@@ -49,8 +55,9 @@ def main(work: Callable[..., bool]) -> int:
       xla_flags=os.environ.get('XLA_FLAGS', ''),
       command=flags.command(),
   )
-  for change in manifest.begin(workdir, cfg, facts):
-    print(f'since this run began: {change}')
+  accept = absl_flags.FLAGS.accept_numeric_change
+  for change in manifest.begin(workdir, cfg, facts, accept=accept):
+    print(f'since this run was last started: {change}')
   with machine.Interrupt() as stop:
     run = pipeline.open_run(
         cfg,

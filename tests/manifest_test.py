@@ -1,10 +1,13 @@
 """The manifest: complete, atomic, and honest about a changed machine."""
 
 import json
+import os
 import pathlib
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
+import jaxlib
 
 from composer_jax import config
 from composer_jax import config_text
@@ -38,7 +41,7 @@ def _facts(cfg, **changes):
   return manifest.build(cfg, **args | changes)
 
 
-class ManifestTest(absltest.TestCase):
+class ManifestTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -70,14 +73,55 @@ class ManifestTest(absltest.TestCase):
     self.assertEqual(config_text.from_json(stored), cfg)
 
     longer = _experiment(steps=300)
-    facts = _facts(longer, contract={'ROWS': 16, 'KEY_BLOCK': 32})
+    facts = _facts(longer) | {'commit': 'b' * 40, 'processors': 99}
     changed = manifest.begin(self.workdir, longer, facts)
-    self.assertLen(changed, 2)
-    self.assertRegex(changed[0], "^contract: .*'ROWS': 8.* -> .*'ROWS': 16")
+    self.assertEqual([c.field for c in changed], ['commit', 'processors'])
+    self.assertFalse(any(c.numeric for c in changed))
     head = json.loads((self.workdir / manifest.FILE).read_text())
-    self.assertEqual(head['resumes'], [changed])
-    self.assertEqual(head['contract']['ROWS'], 8)
-    self.assertEqual(manifest.begin(self.workdir, longer, _facts(longer)), [])
+    self.assertEqual(head['processors'], os.cpu_count())
+    (resume,) = head['history']
+    self.assertFalse(resume['accepted_numeric_change'])
+    self.assertEqual(resume['changed']['processors'], [os.cpu_count(), 99])
+    # Compared with the last start: nothing is reported twice.
+    self.assertEqual(manifest.begin(self.workdir, longer, facts), [])
+
+  @parameterized.parameters(
+      ('contract.ROWS', {'contract': {'ROWS': 16, 'KEY_BLOCK': 32}}, 8, 16),
+      ('xla_flags', {'xla_flags': '--xla_y'}, '--xla_x', '--xla_y'),
+      ('devices', {'devices': []}, {'cpu cpu': 4}, {}),
+      ('versions.jaxlib', {}, jaxlib.__version__, '0.0.1'),
+      ('versions.triton', {}, None, '0.0.1'),
+      ('processor', {}, None, 'another'),
+      ('mesh.data', {}, 2, 4),
+  )
+  def test_changed_numeric_contract(self, field, changes, before, now):
+    cfg = _experiment()
+    first, facts = _facts(cfg), _facts(cfg, **changes)
+    if not changes:
+      group, _, name = field.rpartition('.')
+      (facts[group] if group else facts)[name] = now
+      (first[group] if group else first)[name] = before
+    manifest.begin(self.workdir, cfg, first)
+    files = {p.name: p.read_bytes() for p in self.workdir.iterdir()}
+    with self.assertRaises(ValueError) as refused:
+      manifest.begin(self.workdir, cfg, facts)
+    text = str(refused.exception)
+    self.assertIn(f'{field} {before!r} -> {now!r}', text)
+    self.assertIn('--accept_numeric_change', text)
+    self.assertNotIn('\n', text)
+    after = {p.name: p.read_bytes() for p in self.workdir.iterdir()}
+    self.assertEqual(after, files)
+
+    (change,) = manifest.begin(self.workdir, cfg, facts, accept=True)
+    self.assertEqual(change, manifest.Change(field, before, now, True))
+    head = json.loads((self.workdir / manifest.FILE).read_text())
+    (resume,) = head['history']
+    self.assertTrue(resume['accepted_numeric_change'])
+    self.assertEqual(resume['changed'], {field: [before, now]})
+    # Accepted once and for all; going back is a change again.
+    self.assertEqual(manifest.begin(self.workdir, cfg, facts), [])
+    with self.assertRaisesRegex(ValueError, f'{field} '):
+      manifest.begin(self.workdir, cfg, first)
 
   def test_another_config_leaves_the_run_untouched(self):
     cfg = _experiment()

@@ -11,14 +11,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 CACHE = pathlib.Path(__file__).parent / '.cache'
 
 
-def command(binary, workdir, *edits, config='tests.small_config'):
+def command(binary, workdir, *edits, config='tests.small_config', cache=CACHE):
+  """Arguments that start a binary; cache='' compiles every program anew."""
   return [
       sys.executable,
       '-m',
       f'experiments.{binary}',
       f'--workdir={workdir}',
       f'--config={config}',
-      f'--compilation_cache={CACHE}',
+      f'--compilation_cache={cache}',
       *(f'--set={e}' for e in edits),
   ]
 
@@ -29,8 +30,13 @@ def environment(**extra):
 
 def run(binary, workdir, *edits, **kwargs):
   """Runs a binary to its end; returns the finished process."""
+  return finished(command(binary, workdir, *edits, **kwargs))
+
+
+def finished(arguments):
+  """Runs a command to its end; returns the finished process."""
   return subprocess.run(
-      command(binary, workdir, *edits, **kwargs),
+      arguments,
       capture_output=True,
       text=True,
       timeout=600,

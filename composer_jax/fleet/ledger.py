@@ -114,11 +114,15 @@ def _spans(versions: np.ndarray) -> Runs:
   )
 
 
+def group_digest(group: admission.Group) -> str:
+  """sha256 over the payload digests of the members, in member order."""
+  lines = [m.sha256 + '\n' for _, m in sorted(group.members.items())]
+  return hashlib.sha256(''.join(lines).encode()).hexdigest()
+
+
 def _record(group: admission.Group) -> GroupRecord:
-  digest = hashlib.sha256()
   rollouts = []
   for number, m in sorted(group.members.items()):
-    digest.update(m.sha256.encode() + b'\n')
     segments = () if m.trajectory is None else m.trajectory.segments
     spans = tuple(_spans(s.versions) for s in segments)
     rollouts.append(RolloutRecord(number, m.seed, m.outcome, spans))
@@ -126,7 +130,7 @@ def _record(group: admission.Group) -> GroupRecord:
       group.prompt,
       group.version,
       group.fault,
-      digest.hexdigest(),
+      group_digest(group),
       tuple(rollouts),
   )
 

@@ -73,7 +73,7 @@ def rounded(params: params_lib.Params) -> params_lib.Params:
   return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
 
 
-def _target_stats(params, batch: Batch, cfg):
+def target_stats(params, batch: Batch, cfg):
   """Log-prob and entropy of token t at index t, and what the router did."""
   out = transformer.forward(
       params,
@@ -209,7 +209,7 @@ def gradients(
 
   def local(params, batch, denominator, reference):
     def forward(params):
-      logps, entropy, out = _target_stats(params, batch, cfg)
+      logps, entropy, out = target_stats(params, batch, cfg)
       return (logps, out.router_stats.balance), (entropy, out.router_stats)
 
     (logps, balanced), vjp, (entropy, routers) = jax.vjp(
@@ -221,7 +221,7 @@ def gradients(
     entropy = gather(entropy)
     ref_logps = None
     if reference is not None:
-      ref_logps = gather(_target_stats(rounded(reference), batch, cfg)[0])
+      ref_logps = gather(target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
       stats = _masked(whole, logps, entropy, ref_logps)
@@ -369,7 +369,7 @@ def score(
   """
 
   def local(params, batch):
-    logps, _, out = _target_stats(params, batch, cfg)
+    logps, _, out = target_stats(params, batch, cfg)
     return logps, out.routing
 
   return jax.shard_map(

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from composer_jax import config
@@ -116,12 +117,20 @@ def layer(
       wide(weights.shared_out),
   )
   block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
+  name = ad_checkpoint.checkpoint_name
   attended = attended.reshape(n, -1)
   if not cfg.experts:
     none = jnp.zeros((n, 0), jnp.int32)
-    x = block(small, x, attended).astype(cfg.dtype)
+    x = name(block(small, x, attended), 'residual').astype(cfg.dtype)
     return x, Routing(none, none, none.astype(jnp.float32))
   x, normed, gates, routing = block(small, x, attended, recorded)
+  x = name(x, 'residual')
+  routing = Routing(
+      name(routing.experts, 'experts'),
+      routing.live,
+      name(routing.logits, 'router logits'),
+  )
+  gates = name(gates, 'gates')
   w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   y = grouped.expert_ffn(
       normed.astype(jnp.float32),
@@ -132,4 +141,5 @@ def layer(
       dtype=cfg.dtype,
       implementation=cfg.kernels,
   )
+  y = name(y, 'expert output')
   return (x + y).astype(cfg.dtype), routing

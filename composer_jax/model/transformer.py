@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 import jax
+from jax import ad_checkpoint
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -52,6 +53,8 @@ def block(
 ) -> tuple[jax.Array, moe.Routing]:
   """One layer on n rows; the one definition that both roles run.
 
+  The names are what `runs.ops` can record; they compile to nothing.
+
   Args:
     x: [n D].
     weights: of one layer.
@@ -63,8 +66,11 @@ def block(
   Returns:
     (x [n D], routing).
   """
+  name = ad_checkpoint.checkpoint_name
+  x = name(x, 'layer input')
   q, k, v = attention.project(x, weights.attention, angles, cfg)
-  attended = attend(q, k, v)
+  q, k, v = name(q, 'query'), name(k, 'key'), name(v, 'value')
+  attended = name(attend(q, k, v), 'attention')
   return moe.layer(x, attended, recorded, weights.attention, weights.moe, cfg)
 
 

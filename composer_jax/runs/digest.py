@@ -17,6 +17,8 @@ from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import step
 from composer_jax.weights import checkpoint
 
+PHASES = ('midtrain', 'warmup', 'rl')
+
 # Figures that tell how fast or in how many pieces, not what was computed.
 _TIMING = ('time/', 'tokens', 'weights/', 'seconds', 'recompilations')
 
@@ -61,25 +63,49 @@ def _metrics(path: pathlib.Path) -> str:
   return _sha(json.dumps(sorted(rows.items()), sort_keys=True).encode())
 
 
+def restored(
+    cfg: config.Experiment,
+    workdir: pathlib.Path,
+    phase: str,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """State of a phase's newest finished checkpoint.
+
+  Args:
+    cfg: the run's experiment.
+    workdir: of the run.
+    phase: one of `PHASES`.
+    mesh: to restore to.
+
+  Raises:
+    ValueError: there is none.
+  """
+  tx = getattr(cfg, f'{phase}_optimizer').build()
+  folder = workdir / 'checkpoints' / phase
+  saver = checkpoint.Checkpointer(folder)
+  found = saver.restore(step.init_state(cfg.model, tx, 0, mesh))
+  saver.close()
+  if found is None:
+    raise ValueError(f'{folder}: no finished checkpoint')
+  return found[1]
+
+
 def of_run(cfg: config.Experiment, workdir: pathlib.Path) -> Mapping[str, str]:
-  """Digests of a run with finished RL: every leaf, metric and trajectory.
+  """Digests of a finished run: every leaf, metric and trajectory.
 
   Args:
     cfg: the run's experiment.
     workdir: of the run.
 
   Raises:
-    ValueError: there is no RL checkpoint.
+    ValueError: a phase has no checkpoint.
   """
   mesh = step.make_mesh(cfg.mesh)
-  state = step.init_state(cfg.model, cfg.rl_optimizer.build(), 0, mesh)
-  folder = workdir / 'checkpoints' / 'rl'
-  saver = checkpoint.Checkpointer(folder)
-  restored = saver.restore(state)
-  saver.close()
-  if restored is None:
-    raise ValueError(f'{folder}: no finished checkpoint')
-  out = {f'state/{k}': v for k, v in of_state(restored[1]).items()}
+  out = {
+      f'{phase}/{name}': digest
+      for phase in PHASES
+      for name, digest in of_state(restored(cfg, workdir, phase, mesh)).items()
+  }
   out['metrics'] = _metrics(workdir / 'metrics.jsonl')
   for path in sorted((workdir / 'trajectories').rglob('*.traj')):
     name = path.relative_to(workdir).as_posix()

@@ -8,11 +8,11 @@ parts around another `WorkQueue`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 import dataclasses
 import threading
 import time
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
@@ -28,6 +28,14 @@ from composer_jax.runs import feed as feed_lib
 _SANDBOXES = 4  # warm ones, for episodes and as many for grading
 T = TypeVar('T')
 Feed = feed_lib.WeightFeed | feed_lib.FixedFeed
+
+
+class Policy(harness.Policy, Protocol):
+  """A policy that knows the digest of every weight step it has used."""
+
+  @property
+  def digests(self) -> Mapping[int, str]:
+    ...
 
 
 def isolation() -> str:
@@ -155,6 +163,7 @@ class RolloutHost:
       seed: int,
       temperature: float = 1.0,
       oldest_version: int = 0,
+      policy: Policy | None = None,
   ) -> trace.Trajectory:
     """Plays and grades one episode.
 
@@ -164,16 +173,18 @@ class RolloutHost:
       seed: of the episode's random numbers.
       temperature: 1 in training, 0 for greedy evaluation.
       oldest_version: weight step that the episode must at least start on.
+      policy: samples the turns; None for the engine.
 
     Returns:
       The trajectory; INFRA_ERROR and no reward if it could not be judged.
     """
+    policy = policy or self._policy
     await self.feed.wait_for(oldest_version)
     async with self._pools[0].session() as session:
       episode = await harness.run(
           task,
           session,
-          self._policy,
+          policy,
           self.renderer,
           cfg=self._cfg.harness,
           seed=seed,
@@ -185,7 +196,7 @@ class RolloutHost:
       episode = dataclasses.replace(episode, grade=grade)
     results = [await reward(task, episode) for reward in self._cfg.rewards]
     valid = all(r.valid for r in results)
-    digests = self.engine.digests
+    digests = policy.digests
     versions = {int(v) for s in episode.segments for v in s.versions if v >= 0}
     flags = sorted({flag for r in results for flag in r.flags})
     return trace.Trajectory(

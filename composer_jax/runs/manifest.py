@@ -30,12 +30,15 @@ _PACKAGES = (
     'composer_jax',
     'jax',
     'jaxlib',
+    'jax-triton',
+    'triton',
     'flax',
+    'ml_dtypes',
+    'numpy',
     'optax',
     'orbax-checkpoint',
     'tensorstore',
     'tokenizers',
-    'numpy',
 )
 
 
@@ -75,22 +78,75 @@ def build(
   }
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """A fact that is not what it was.
+
+  Attributes:
+    field: dotted, such as 'versions.jaxlib'.
+    before: when the run was last started.
+    now: in this process.
+    numeric: may change bits, so it is part of the run's numeric contract.
+  """
+
+  field: str
+  before: Any
+  now: Any
+  numeric: bool
+
+  def __str__(self) -> str:
+    return f'{self.field} {self.before!r} -> {self.now!r}'
+
+
+# What decides bits: the program that is compiled, and what runs it. (Python
+# comes with the standard library, which is the default corpus.) Not the number
+# of cores, the source's commit, or libraries that only move data.
+_NUMERIC = frozenset(
+    (
+        'devices',
+        'machine',
+        'processor',
+        'python',
+        'versions.jax',
+        'versions.jax-triton',
+        'versions.jaxlib',
+        'versions.ml_dtypes',
+        'versions.numpy',
+        'versions.optax',
+        'versions.triton',
+        'xla_flags',
+    )
+)
+_NUMERIC_GROUPS = ('contract.', 'mesh.')
+# Where, not what; and what other fields say already.
+_NOT_COMPARED = ('command', 'config', 'contract_digest', 'history')
+
+
 def begin(
-    workdir: pathlib.Path, cfg: config.Experiment, facts: dict[str, Any]
-) -> list[str]:
+    workdir: pathlib.Path,
+    cfg: config.Experiment,
+    facts: dict[str, Any],
+    *,
+    accept: bool = False,
+) -> list[Change]:
   """Records the start or the continuation of a run before its first step.
+
+  The manifest keeps the facts of the start; `history` has a record for every
+  continuation: what was no longer as it had been, and whether a change of the
+  numeric contract was accepted.
 
   Args:
     workdir: an empty directory or one that holds a run.
     cfg: the resolved experiment.
     facts: result of `build`.
+    accept: go on although the numeric contract has changed.
 
   Returns:
-    What has changed since the run was started, one line each: with other
-    versions or another machine it may not continue with the same bits.
+    What has changed since the run was last started.
 
   Raises:
-    ValueError: the run was started with another config.
+    ValueError: the run was started with another config, or under another
+      numeric contract and that is not accepted. Nothing is written.
   """
   stored = workdir / CONFIG_FILE
   if not (is_run(workdir) and stored.exists()):
@@ -99,25 +155,50 @@ def begin(
     return []
   config_text.check_resume(stored.read_text(), cfg)
   first = json.loads((workdir / FILE).read_text())
-  changed = compare(first, facts)
+  history = first.get('history', [])
+  last = _flat(first)
+  for resume in history:
+    last |= {field: now for field, (_, now) in resume['changed'].items()}
+  changed = _compare(last, _flat(facts))
+  numeric = [c for c in changed if c.numeric]
+  if numeric and not accept:
+    raise ValueError(
+        f'{workdir}: the numeric contract of this run has changed'
+        f' ({"; ".join(map(str, numeric))}), so it would not go on with the'
+        ' same bits; go back to what was, choose a new work directory, or'
+        ' accept it with --accept_numeric_change'
+    )
   write(stored, config_text.to_json(cfg))
-  resumes = [*first.get('resumes', []), changed]
-  text = json.dumps(first | {'resumes': resumes}, indent=2) + '\n'
+  resume = {
+      'accepted_numeric_change': bool(numeric),
+      'changed': {c.field: [c.before, c.now] for c in changed},
+  }
+  text = json.dumps(first | {'history': [*history, resume]}, indent=2) + '\n'
   write(workdir / FILE, text)
   return changed
 
 
-# Where, not what: none of these decides a bit.
-_NOT_COMPARED = ('command', 'config', 'resumes')
+def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
+  """Facts by dotted field; devices stay one field, a set of kinds."""
+  out = {}
+  for key, value in json.loads(json.dumps(facts)).items():
+    if key in ('contract', 'mesh', 'versions'):
+      out |= {f'{key}.{name}': v for name, v in value.items()}
+    elif key not in _NOT_COMPARED:
+      out[key] = value
+  return out
 
 
-def compare(first: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Names the facts that differ between two manifests, one line each."""
-  a, b = (json.loads(json.dumps(m)) for m in (first, now))
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
   return [
-      f'{key}: {a.get(key)!r} -> {b.get(key)!r}'
-      for key in sorted({*a, *b})
-      if key not in _NOT_COMPARED and a.get(key) != b.get(key)
+      Change(
+          key,
+          before.get(key),
+          now.get(key),
+          key in _NUMERIC or key.startswith(_NUMERIC_GROUPS),
+      )
+      for key in sorted({*before, *now})
+      if before.get(key) != now.get(key)
   ]
 
 

@@ -167,6 +167,52 @@ def _items(
   return items.from_trajectories(rollouts, weights), len(rollouts)
 
 
+def train(
+    cfg: config.Experiment,
+    state: batch_lib.TrainState,
+    batch: admission.Batch,
+    *,
+    tx: Any,
+    mesh: jax.sharding.Mesh,
+    reference: params_lib.Params | None,
+    on_nonfinite: Callable[[batch_lib.Batch], str] | None = None,
+) -> tuple[batch_lib.TrainState, dict[str, Any], int]:
+  """The optimizer step of a batch; none if there is nothing to learn.
+
+  Returns:
+    (state, figures, tokens trained on).
+  """
+  segments, count = _items(cfg, batch)
+  if not segments:
+    return state, {}, 0
+  batches, packed = packing.pack_all(
+      segments,
+      _shape(cfg),
+      now=batch.version,
+      replay=cfg.model,
+      withhold_staleness_versions=cfg.rl.withhold_staleness_versions,
+  )
+  state, figures = step.train_step(
+      state,
+      batches,
+      float(count * cfg.rl.norm_tokens),
+      cfg=cfg.model,
+      loss=cfg.loss,
+      tx=tx,
+      mesh=mesh,
+      reference=reference,
+      on_nonfinite=on_nonfinite,
+  )
+  figures |= _staleness(packed, segments, batch.version)
+  return state, figures, packed.tokens
+
+
+def _shape(cfg: config.Experiment) -> packing.Shape:
+  return packing.Shape(
+      cfg.rl.rows_per_batch, cfg.rl.tokens_per_row, contract.KEY_BLOCK
+  )
+
+
 def _keep(batch: admission.Batch, folder: pathlib.Path) -> None:
   """Writes a few trajectories of the step, evenly over its groups."""
   folder = folder / f'{batch.step:06d}'
@@ -254,23 +300,8 @@ def run(
     (state, ledger, whether all steps are done).
   """
   rl = cfg.rl
-  shape = packing.Shape(
-      rl.rows_per_batch, rl.tokens_per_row, contract.KEY_BLOCK
-  )
+  how = {'tx': tx, 'mesh': mesh, 'reference': reference}
   done = saved = len(ledger.steps)
-
-  def train(state, batches, rollouts):
-    return step.train_step(
-        state,
-        batches,
-        float(rollouts * rl.norm_tokens),
-        cfg=cfg.model,
-        loss=cfg.loss,
-        tx=tx,
-        mesh=mesh,
-        reference=reference,
-        on_nonfinite=save_batch,
-    )
 
   def save_batch(batch: batch_lib.Batch) -> str:
     path = workdir / f'offending_batch_step{done:06d}.npz'
@@ -287,26 +318,23 @@ def run(
     if not done:
       evaluate(0, version.step)
     # Everything a step may need is compiled here, on a copy and on pads.
-    pads, _ = packing.pack_all([], shape, now=0, replay=cfg.model)
-    train(jax.tree.map(jnp.copy, state), pads * 2, 1)
+    pads, _ = packing.pack_all([], _shape(cfg), now=0, replay=cfg.model)
+    step.train_step(
+        jax.tree.map(jnp.copy, state),
+        pads * 2,
+        1.0,
+        cfg=cfg.model,
+        loss=cfg.loss,
+        **how,
+    )
     meter = Meter(host)
     while done < rl.steps and not stop():
       batch = rollouts.take()
       taken = time.perf_counter()
-      segments, count = _items(cfg, batch)
-      figures: dict[str, Any] = _rewards(batch)
-      tokens = 0
-      if segments:
-        batches, packed = packing.pack_all(
-            segments,
-            shape,
-            now=batch.version,
-            replay=cfg.model,
-            withhold_staleness_versions=rl.withhold_staleness_versions,
-        )
-        state, trained = train(state, batches, count)
-        figures |= trained | _staleness(packed, segments, batch.version)
-        tokens = packed.tokens
+      state, trained, tokens = train(
+          cfg, state, batch, on_nonfinite=save_batch, **how
+      )
+      figures = _rewards(batch) | trained
       stepped = time.perf_counter()
       outbox.settle()
       settled = time.perf_counter()
