@@ -5,11 +5,13 @@
   python3 -m experiments.inspect weights --store=URL --diff=A --diff=B
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
+  python3 -m experiments.inspect sandbox
 
 run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
 two --diff compare versions, by array and by size of step, and plot it as SVG.
 trajectory: the list of those kept, or one of them with its text.
+sandbox: how this machine can isolate code that a model wrote, and why.
 """
 
 import functools
@@ -20,8 +22,9 @@ from absl import flags as absl_flags
 from experiments import flags
 from rich import console
 from rich import progress as rich_progress
+from rich import table
 
-_COMMANDS = ('run', 'weights', 'trajectory')
+_COMMANDS = ('run', 'weights', 'trajectory', 'sandbox')
 
 
 def _define(command: str) -> None:
@@ -73,7 +76,7 @@ def _weights(out: console.Console) -> int:
     if values.diff:
       found = stored_weights.changes(values.store, *values.diff)
       title = 'version {} to {}'.format(*values.diff)
-      table = stored_weights.change_table(found, title)
+      shown = stored_weights.change_table(found, title)
       if values.plot:
         plot = stored_weights.change_plot(found, title)
         pathlib.Path(values.plot).write_text(plot)
@@ -85,11 +88,11 @@ def _weights(out: console.Console) -> int:
           transient=True,
           disable=not out.is_terminal,
       )
-      table = stored_weights.versions(values.store, values.verify, track)
+      shown = stored_weights.versions(values.store, values.verify, track)
   except (records.StoreError, follow.FollowError) as error:
     print(f'inspect: damaged store: {error}', file=sys.stderr)
     return 1
-  out.print(table)
+  out.print(shown)
   return 0
 
 
@@ -113,13 +116,30 @@ def _trajectory(out: console.Console) -> None:
     out.print(part)
 
 
+def _sandbox(out: console.Console) -> int:
+  from composer_jax.agents import box
+
+  level = box.describe()
+  out.print(f'level: {level.name}', soft_wrap=True)
+  out.print(f'reason: {level.reason}', soft_wrap=True)
+  found = table.Table('level', 'here', 'what it gives')
+  for name, gives in box.LEVELS.items():
+    found.add_row(name, box.failure(name) or 'works', gives)
+  out.print(found)
+  return int(level.name == 'none')
+
+
 def main() -> int | None:
   out = console.Console(highlight=False, markup=False, emoji=False)
   if not out.is_terminal:
     out.width = 160  # a log or a pipe has no edge
-  return {'run': _run, 'weights': _weights, 'trajectory': _trajectory}[
-      _COMMAND
-  ](out)
+  command = {
+      'run': _run,
+      'weights': _weights,
+      'trajectory': _trajectory,
+      'sandbox': _sandbox,
+  }[_COMMAND]
+  return command(out)
 
 
 if __name__ == '__main__':

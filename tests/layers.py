@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'bench_suites': (
         'experiments/bench_suites/*.py',
-        'config kernels_triton learner model rollout trace weights',
+        'agents config kernels_triton learner model rollout trace weights',
         'jax ml_dtypes numpy torch transformers zstandard',
     ),
     'experiments': (

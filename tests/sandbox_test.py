@@ -6,11 +6,9 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 
 from absl.testing import absltest
@@ -85,9 +83,7 @@ class AttackTest(parameterized.TestCase):
           capture_output=True,
           text=True,
       )
-    self.assertEqual(
-        out.stdout, f'played {box.describe().name}\n', out.stderr
-    )
+    self.assertEqual(out.stdout, f'played {box.describe().name}\n', out.stderr)
 
   def test_filling_every_directory_stops_at_the_cap(self):
     async def fill(session):

@@ -42,6 +42,18 @@ sys.modules['{_PACKAGE}.runner'].main(**options)
 """
 _serial = itertools.count()
 
+# From strong to weak; anything less is refused.
+LEVELS = {
+    'bubblewrap': (
+        'own users, processes, network and files; read-only system; caps on'
+        ' disk, memory, processes'
+    ),
+    'landlock': (
+        'one writable directory, no network, no signals outwards; caps on'
+        ' processes and on the memory and files of each'
+    ),
+}
+
 
 class SandboxError(RuntimeError):
   """The sandbox itself failed: not the policy's fault."""
