@@ -72,7 +72,8 @@ class Task:
       suite.
     limits: per-execution budget.
     seed: of the source that made it.
-    meta: facts for metrics (`family`, `split`) and `entry`, the function name.
+    meta: facts for metrics (`family`, `split`), `entry`, the function name, and
+      `stratum`, tasks about as hard as each other (see `curriculum`).
   """
 
   id: str
@@ -88,7 +89,7 @@ class TaskSource(Protocol):
   """Deterministic supply of tasks: same (seed, split, index), same task."""
 
   def task(self, index: int, split: str) -> Task:
-    """Returns task number `index` of a split."""
+    """Returns task number `index` of a split; IndexError after the last."""
 
   def hidden(self, task: Task) -> tuple[Case, ...] | Suite:
     """Returns the tests that decide the reward; never shown to the policy."""

@@ -292,6 +292,9 @@ def run(
     meter = Meter(host)
     while done < rl.steps and not stop():
       batch = rollouts.take()
+      if batch is None:
+        print(f'every task was played once: no step after {done}')
+        break
       taken = time.perf_counter()
       segments, count = _items(cfg, batch)
       figures: dict[str, Any] = _rewards(batch)
