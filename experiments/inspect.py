@@ -7,6 +7,7 @@
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
   python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
   python3 -m experiments.inspect ops --workdir=DIR --against=FILE
+  python3 -m experiments.inspect sandbox
 
 run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
@@ -15,6 +16,7 @@ trajectory: the list of those kept, or one of them with its text.
 ops: computes some windows with decoder and trainer, and one training step, and
 names the first op in which the two roles differ; --against compares with what
 another process has computed and saved.
+sandbox: how this machine can isolate code that a model wrote, and why.
 """
 
 import functools
@@ -25,8 +27,9 @@ from absl import flags as absl_flags
 from experiments import flags
 from rich import console
 from rich import progress as rich_progress
+from rich import table
 
-_COMMANDS = ('run', 'weights', 'trajectory', 'ops')
+_COMMANDS = ('run', 'weights', 'trajectory', 'ops', 'sandbox')
 
 
 def _define(command: str) -> None:
@@ -95,7 +98,7 @@ def _weights(out: console.Console) -> int:
     if pair:
       found = stored_weights.changes(values.store, *pair)
       title = 'version {} to {}'.format(*pair)
-      table = stored_weights.change_table(found, title)
+      shown = stored_weights.change_table(found, title)
       if values.plot:
         stored_weights.change_plot(values.plot, found, title)
     else:
@@ -106,11 +109,11 @@ def _weights(out: console.Console) -> int:
           transient=True,
           disable=not out.is_terminal,
       )
-      table = stored_weights.versions(values.store, values.verify, track)
+      shown = stored_weights.versions(values.store, values.verify, track)
   except (records.StoreError, follow.FollowError) as error:
     print(f'inspect: damaged store: {error}', file=sys.stderr)
     return 1
-  out.print(table)
+  out.print(shown)
   return 0
 
 
@@ -166,6 +169,19 @@ def _ops(out: console.Console) -> int:
   return int(differences > 0)
 
 
+def _sandbox(out: console.Console) -> int:
+  from composer_jax.agents import box
+
+  level = box.describe()
+  out.print(f'level: {level.name}', soft_wrap=True)
+  out.print(f'reason: {level.reason}', soft_wrap=True)
+  found = table.Table('level', 'here', 'what it gives')
+  for name, gives in box.LEVELS.items():
+    found.add_row(name, box.failure(name) or 'works', gives)
+  out.print(found)
+  return int(level.name == 'none')
+
+
 def main() -> int | None:
   out = console.Console(highlight=False, markup=False, emoji=False)
   if not out.is_terminal:
@@ -175,6 +191,7 @@ def main() -> int | None:
       'weights': _weights,
       'trajectory': _trajectory,
       'ops': _ops,
+      'sandbox': _sandbox,
   }
   return commands[_COMMAND](out)
 

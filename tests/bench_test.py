@@ -17,6 +17,7 @@ from experiments import bench
 from experiments.bench_suites import decode
 from experiments.bench_suites import mixtral
 from experiments.bench_suites import paired
+from experiments.bench_suites import sandbox
 from experiments.bench_suites import train
 
 _SMALL = config.ModelConfig(
@@ -95,6 +96,14 @@ class SuiteTest(absltest.TestCase):
     self.assertEqual(r.name, 'decode batch 3')
     self.assertGreater(r.ours[0], 0)
     self.assertEqual(bool(r.peer), mixtral.installed())
+
+  def test_sandbox(self):
+    figures = {f.name: f for f in sandbox.run(pairs=1)}
+    name, *_ = figures  # of the best level here
+    self.assertEndsWith(name, ': 16 sessions up')
+    level = name.partition(':')[0]
+    for what in ('exec', 'python', 'snapshot', 'throughput'):
+      self.assertGreater(figures[f'{level}: {what}'].value, 0)
 
   def test_report_is_json(self):
     results = [_result((7.0,), (10.0,))]

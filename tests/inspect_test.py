@@ -8,6 +8,7 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 from composer_jax import config
+from composer_jax.agents import box
 from composer_jax.runs import inspection
 from composer_jax.runs import stored_weights
 from composer_jax.weights import publish
@@ -164,6 +165,18 @@ class InspectTest(parameterized.TestCase):
     self.assertIn('3 trajectories, 2 shown', text)
     with self.assertRaisesRegex(ValueError, 'near it: r0/7/'):
       inspection.find(self.folder, 'r0/7/9')
+
+  def test_sandbox_names_the_level_and_the_reason(self):
+    out = _inspect('sandbox')
+    self.assertEqual(out.returncode, 0, out.stderr)
+    level = box.describe()
+    self.assertStartsWith(
+        out.stdout, f'level: {level.name}\nreason: {level.reason}\n'
+    )
+    for name in box.LEVELS:
+      self.assertRegex(
+          out.stdout, rf' {name} .*({box.failure(name) or "works"})'
+      )
 
   @parameterized.parameters(
       (('trajectory',), 'give --workdir'),

@@ -71,7 +71,8 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'bench_suites': (
         'experiments/bench_suites/*.py',
-        'config dashboard kernels_triton learner model rollout trace weights',
+        'agents config dashboard kernels_triton learner model rollout trace'
+        ' weights',
         'jax ml_dtypes numpy orbax torch transformers zstandard',
     ),
     'experiments': (

@@ -1,6 +1,7 @@
 """The ledger alone, then a model check of the whole pacing machine."""
 
 import asyncio
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -66,6 +67,9 @@ class LedgerTest(parameterized.TestCase):
                 ledger_lib.RolloutRecord(0, 30, 'valid', spans),
                 ledger_lib.RolloutRecord(1, 31, 'valid', spans),
             ),
+            -1,
+            '',
+            0.25,
         ),
     )
     (skipped,) = ledger.steps[0].untrained
@@ -97,6 +101,31 @@ class LedgerTest(parameterized.TestCase):
   def test_steps_are_committed_in_order(self):
     with self.assertRaisesRegex(ValueError, 'step=1: next is 0'):
       ledger_lib.commit(ledger_lib.Ledger(), batch(1, (0,)), 'd')
+
+  def test_a_task_is_trained_on_once(self):
+    def named(step, prompt, task):
+      members = {
+          m: dataclasses.replace(
+              member,
+              trajectory=dataclasses.replace(
+                  member.trajectory,
+                  meta={'index': str(task), 'stratum': 'kind'},
+              ),
+          )
+          for m, member in group(prompt).members.items()
+      }
+      trained = dataclasses.replace(group(prompt), members=members)
+      one = batch(step, (), next_prompt=prompt + 1)
+      return dataclasses.replace(one, groups=(trained,))
+
+    ledger = ledger_lib.commit(ledger_lib.Ledger(), named(0, 0, 7), 'd')
+    (first,) = ledger.steps[0].trained
+    self.assertEqual((first.task, first.stratum), (7, 'kind'))
+    with self.assertRaisesRegex(ValueError, 'task=7: trained on twice'):
+      ledger_lib.commit(ledger, named(1, 1, 7), 'd')
+    ledger = ledger_lib.commit(ledger, named(1, 1, 8), 'd')
+    self.assertEqual(ledger_lib.played(ledger), [7, 8])
+    self.assertEqual(ledger_lib.from_json(ledger_lib.to_json(ledger)), ledger)
 
   def test_lost_finds_what_is_neither_consumed_nor_in_flight(self):
     ledger = ledger_lib.commit(
@@ -142,8 +171,8 @@ class LedgerTest(parameterized.TestCase):
     ):
       with self.assertRaisesRegex(ValueError, 'disagree'):
         ledger_lib.from_json(json.dumps(good | edit))
-    with self.assertRaisesRegex(ValueError, 'format=2'):
-      ledger_lib.from_json(json.dumps(good | {'format': 2}))
+    with self.assertRaisesRegex(ValueError, 'format=1'):
+      ledger_lib.from_json(json.dumps(good | {'format': 1}))
 
   def test_a_record_is_small(self):
     ledger = ledger_lib.commit(ledger_lib.Ledger(), batch(0, range(64)), 'd')

@@ -25,6 +25,7 @@ import sys
 import tempfile
 from typing import Any
 
+from composer_jax.agents import disk
 from composer_jax.agents import isolation
 from composer_jax.agents import runner
 
@@ -40,6 +41,18 @@ for name, source in sources.items():
 sys.modules['{_PACKAGE}.runner'].main(**options)
 """
 _serial = itertools.count()
+
+# From strong to weak; anything less is refused.
+LEVELS = {
+    'bubblewrap': (
+        'own users, processes, network and files; read-only system; caps on'
+        ' disk, memory, processes'
+    ),
+    'landlock': (
+        'one writable directory, no network, no signals outwards; caps on'
+        ' processes and on the memory and files of each'
+    ),
+}
 
 
 class SandboxError(RuntimeError):
@@ -128,7 +141,7 @@ def _python(caps: Caps, dirs: Sequence[str], bare: bool) -> list[str]:
       'RLIMIT_NPROC': caps.processes,
   }
   sources = {'composer_jax': '', _PACKAGE: ''}
-  for module in (isolation, runner):
+  for module in (disk, isolation, runner):
     sources[module.__name__] = inspect.getsource(module)
   options = {'limits': limits, 'dirs': list(dirs), 'bare': bare}
   program = [_interpreter(), '-I', '-S', '-B', '-c', _BOOTSTRAP]
@@ -232,25 +245,30 @@ def _try(name: str) -> str:
 
 
 @functools.cache
+def failure(name: str) -> str:
+  """Finds out, by trying, why this machine lacks a level; '' if it has it."""
+  if name == 'bubblewrap' and not shutil.which('bwrap'):
+    return 'bwrap is not installed'
+  return _try(name)
+
+
 def describe() -> Level:
-  """Finds out, by trying, which isolation this machine gives."""
-  failure = 'bwrap is not installed'
-  if shutil.which('bwrap'):
-    failure = _try('bubblewrap')
-  if not failure:
+  """Which isolation this machine gives."""
+  bubblewrap = failure('bubblewrap')
+  if not bubblewrap:
     who = 'a user of its own' if os.geteuid() == 0 else 'this user'
     return Level('bubblewrap', f'namespaces work; each sandbox is {who}')
-  bare = _try('landlock')
-  if not bare:
+  landlock = failure('landlock')
+  if not landlock:
     return Level(
         'landlock',
-        f'no namespaces ({failure}); Landlock, seccomp and resource limits'
+        f'no namespaces ({bubblewrap}); Landlock, seccomp and resource limits'
         ' instead: no cap on total memory or disk',
     )
   return Level(
       'none',
-      f'bubblewrap: {failure}; Landlock with signal scope (Linux 6.12): {bare}.'
-      ' Install bubblewrap >= 0.8 or allow user namespaces',
+      f'bubblewrap: {bubblewrap}; Landlock with signal scope (Linux 6.12):'
+      f' {landlock}. Install bubblewrap >= 0.8 or allow user namespaces',
   )
 
 

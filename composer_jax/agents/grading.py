@@ -1,6 +1,6 @@
-"""Grades functions out of process, on hidden inputs.
+"""Grades submissions: functions out of process, repositories by their suite.
 
-Only the submission and the inputs enter the sandbox, which is never the one
+Of a function, only the submission and the inputs enter the sandbox, which is never the one
 the episode ran in. The outputs come back as canonical text and are compared
 HERE: a submission that patches comparisons, forges reports, reads frames or
 exits early can only produce outputs, and would need to know the right ones.
@@ -17,6 +17,8 @@ from typing import Any
 
 from composer_jax.agents import runner
 from composer_jax.agents import sandbox
+from composer_jax.agents import suite
+from composer_jax.agents import suspicion
 from composer_jax.agents import tasks
 
 _LINE_BYTES = 4096  # average room for one output
@@ -43,20 +45,32 @@ class Grade:
   """Verdict on a submission.
 
   Attributes:
-    passed: a hidden case: the output equals the expected value.
-    failure: see `Outputs`; the policy's doing.
+    passed: a hidden case: the output equals the expected value. A suite: a
+      test that failed at the start passes, and none was broken.
+    failure: see `Outputs` and `suite.Outcomes`; the policy's doing.
     valid: False if infrastructure failed: no verdict, not a zero.
     reason: one line for people.
+    flags: constructs a repair does not need (`suspicion`); then all failed.
   """
 
   passed: tuple[bool, ...]
   failure: str = ''
   valid: bool = True
   reason: str = ''
+  flags: tuple[str, ...] = ()
+
+  @property
+  def solved(self) -> bool:
+    return self.valid and bool(self.passed) and all(self.passed)
 
   @property
   def fraction(self) -> float:
     return sum(self.passed) / len(self.passed) if self.passed else 0.0
+
+  @property
+  def suspicious(self) -> bool:
+    """Somebody tried to be graded without doing the work."""
+    return bool(self.flags) or self.failure in ('malformed', 'canary')
 
 
 def _lines(output: bytes) -> list[str] | None:
@@ -108,27 +122,38 @@ async def grade(
     session: sandbox.Session,
     task: tasks.Task,
     submission: Mapping[str, str],
-    cases: Sequence[tasks.Case],
+    hidden: Sequence[tasks.Case] | tasks.Suite,
 ) -> Grade:
-  """Compares a submission's outputs with the expected values.
+  """Grades a submission by the tests that the policy never saw.
 
   Raises:
     SandboxError: infrastructure failed.
   """
+  if isinstance(hidden, tasks.Suite):
+    flags = suspicion.flags(
+        submission, task.files, hidden.files, hidden.allowed
+    )
+    if flags:
+      none = (False,) * len(hidden.fail_to_pass)
+      return Grade(none, reason='suspicious', flags=flags)
+    passed, failure, reason = await suite.grade(
+        session, task, submission, hidden
+    )
+    return Grade(passed, failure, reason=reason)
   (source,) = submission.values()
   outputs = await call_function(
       session,
       source,
       task.meta['entry'],
-      [c.args for c in cases],
+      [c.args for c in hidden],
       task.limits,
   )
   passed = tuple(
       value == runner.canonical(case.expected)
-      for value, case in zip(outputs.values, cases, strict=True)
+      for value, case in zip(outputs.values, hidden, strict=True)
   )
   if outputs.failure:  # a run that did not end well proves nothing
-    passed = (False,) * len(cases)
+    passed = (False,) * len(hidden)
   errors = sorted(set(outputs.errors) - {''})
   return Grade(passed, outputs.failure, reason=', '.join(errors)[:80])
 
@@ -177,7 +202,7 @@ class Grader:
   ) -> Grade:
     try:
       async with self._pool.session() as session:
-        cases = self._source.hidden(task)
-        return await grade(session, task, submission, cases)
+        hidden = self._source.hidden(task)
+        return await grade(session, task, submission, hidden)
     except sandbox.SandboxError as e:
       return Grade((), valid=False, reason=str(e))

@@ -20,6 +20,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import sandbox
+from composer_jax.agents import suite
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
 
@@ -158,21 +159,26 @@ class ToolLoop:
     self.counts: collections.Counter[str] = collections.Counter()
 
   async def _run_tests(self, task: tasks.Task, files: Mapping[str, str]) -> str:
-    """What the `run` tool shows: the first public test that fails."""
-    (source,) = files.values()
+    """What the `run` tool shows: the public tests that fail."""
     limits = dataclasses.replace(
         task.limits,
         wall_seconds=min(task.limits.wall_seconds, self._cfg.tool_seconds),
     )
-    cases = task.public_tests
+    public = task.public_tests
+    if isinstance(public, tasks.Suite):
+      outcomes = await suite.run_suite(self._session, public, files, limits)
+      return tools.report_suite(
+          public.ids, outcomes.tests, outcomes.errors, outcomes.failure
+      )
+    (source,) = files.values()
     outputs = await grading.call_function(
         self._session,
         source,
         task.meta['entry'],
-        [c.args for c in cases],
+        [c.args for c in public],
         limits,
     )
-    return tools.report(cases, outputs.values, outputs.errors, outputs.failure)
+    return tools.report(public, outputs.values, outputs.errors, outputs.failure)
 
   async def execute(
       self,

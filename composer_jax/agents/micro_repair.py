@@ -243,8 +243,11 @@ class MicroRepair:
 
 def _draw(
     source: MicroRepair, rng: random.Random, family: str
-) -> tuple[list[str], list[str]] | None:
-  """Lines of a correct function and of its buggy form; None: no such bugs."""
+) -> tuple[list[str], list[str], str] | None:
+  """Lines of a correct function, of its buggy form, and the bugs' sort.
+
+  None: no such bugs.
+  """
   letters = rng.sample(_LETTERS, 4 + source.distractors)
   c, d = rng.sample(range(3, 7), 2)
   text = FAMILIES[family].format(
@@ -253,7 +256,7 @@ def _draw(
   gold = text.split('|')
   for letter in letters[4:]:
     gold.insert(1, f' {letter}={rng.randint(0, 2)}')
-  buggy = gold
+  buggy, sorts = gold, []
   for _ in range(source.n_bugs):
     edit = rng.choice(_edits(buggy))
     undo = tools.Edit(edit.line, edit.new, edit.old)
@@ -265,7 +268,8 @@ def _draw(
     if _apply(after, undo) != buggy:
       return None  # the same token stands further left
     buggy = after
-  return gold, buggy
+    sorts.append(f'{edit.old}{edit.new}')
+  return gold, buggy, ' '.join(sorted(sorts))
 
 
 def _candidate(
@@ -275,7 +279,7 @@ def _candidate(
   lines = _draw(source, rng, family)
   if lines is None:
     return None
-  gold, buggy = lines
+  gold, buggy, sort = lines
   text = '\n'.join(buggy)
   if hashlib.sha256(text.encode()).digest()[0] not in _SPLITS[split]:
     return None
@@ -301,7 +305,12 @@ def _candidate(
           files={PATH: text},
           public_tests=(public,),
           seed=source.seed,
-          meta={'family': family, 'split': split, 'entry': ENTRY},
+          meta={
+              'family': family,
+              'split': split,
+              'entry': ENTRY,
+              'stratum': f'{family} {sort}',
+          },
       ),
       gold=tuple(gold),
       hidden=tuple(cases),

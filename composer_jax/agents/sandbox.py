@@ -117,6 +117,24 @@ class Session:
     files = json.loads(result.output)
     return {path: base64.b64decode(c) for path, c in files.items()}
 
+  async def snapshot(self, limit_bytes: int = 4 << 20) -> bytes | None:
+    """Everything under /box, for `restore`; None if it cannot be taken.
+
+    The policy wrote it: it may be larger than the limit or unreadable, and
+    nothing but another sandbox may unpack it.
+    """
+    result = await self._request(
+        {'op': 'snapshot'}, cpu=5.0, wall=20.0, capacity=limit_bytes
+    )
+    return result.output if result.ok and not result.dropped else None
+
+  async def restore(self, snapshot: bytes) -> box.Result:
+    """Adds what a snapshot holds to /box; in a new session, that is a fork."""
+    content = base64.b64encode(snapshot).decode()
+    return await self._request(
+        {'op': 'restore', 'content': content}, cpu=5.0, wall=20.0
+    )
+
   async def reset(self) -> bool:
     """Wipes every writable directory; False if it could not be verified."""
     if self._box is None:

@@ -24,6 +24,30 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class Suite:
+  """Tests of a repository, and which of them decide.
+
+  Attributes:
+    files: path -> text of the tests' modules; restored for every run.
+    modules: names of the modules that hold tests.
+    fail_to_pass: ids of tests that fail on the task's files.
+    pass_to_pass: ids of tests that pass on them and have to go on doing so.
+    allowed: constructs of the reference solution that would be suspicious
+      otherwise, with their counts; see `suspicion`.
+  """
+
+  files: Mapping[str, str]
+  modules: tuple[str, ...]
+  fail_to_pass: tuple[str, ...]
+  pass_to_pass: tuple[str, ...] = ()
+  allowed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def ids(self) -> tuple[str, ...]:
+    return self.fail_to_pass + self.pass_to_pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Limits:
   """What one execution of a submission may use.
 
@@ -44,16 +68,18 @@ class Task:
     id: unique within its source.
     instruction: what to do, in words or as a failing example.
     files: path -> text the episode starts from.
-    public_tests: cases that the `run` tool executes.
+    public_tests: what the `run` tool executes: cases of one function, or a
+      suite.
     limits: per-execution budget.
     seed: of the source that made it.
-    meta: facts for metrics (`family`, `split`) and `entry`, the function name.
+    meta: facts for metrics (`family`, `split`), `entry`, the function name, and
+      `stratum`, tasks about as hard as each other (see `curriculum`).
   """
 
   id: str
   instruction: str
   files: Mapping[str, str]
-  public_tests: tuple[Case, ...]
+  public_tests: tuple[Case, ...] | Suite
   limits: Limits = Limits()
   seed: int = 0
   meta: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,10 +89,10 @@ class TaskSource(Protocol):
   """Deterministic supply of tasks: same (seed, split, index), same task."""
 
   def task(self, index: int, split: str) -> Task:
-    """Returns task number `index` of a split."""
+    """Returns task number `index` of a split; IndexError after the last."""
 
-  def hidden(self, task: Task) -> tuple[Case, ...]:
-    """Returns the cases that decide the reward; never shown to the policy."""
+  def hidden(self, task: Task) -> tuple[Case, ...] | Suite:
+    """Returns the tests that decide the reward; never shown to the policy."""
 
   def fingerprint(self, task: Task) -> str:
     """Returns a hash of the instance; equal means "the same problem"."""

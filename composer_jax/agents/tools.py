@@ -116,3 +116,17 @@ def report(
       got = value or error or failure
       return f'{arguments}={expected} not {got}'
   return failure or 'ok'
+
+
+def report_suite(
+    ids: Sequence[str],
+    outcomes: Mapping[str, str],
+    errors: Mapping[str, str],
+    failure: str,
+) -> str:
+  """What `run` shows of a suite: every test that did not pass, and why."""
+  failing = [i for i in ids if outcomes.get(i) != 'passed']
+  if failure or not failing:
+    return failure or f'ok, {len(ids)} tests'
+  lines = [f'{i}: {errors.get(i, "did not run")}' for i in failing]
+  return '\n'.join([f'{len(failing)} of {len(ids)} tests fail', *lines])

@@ -17,7 +17,7 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.fleet import admission
 
-_FORMAT = 1
+_FORMAT = 2
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -48,6 +48,9 @@ class GroupRecord:
     fault: '' if it was trained, else why not.
     sha256: over the payload digests of its members, in member order.
     rollouts: in member order.
+    task: index in the training split; -1 if no rollout was valid.
+    stratum: kind of the task, for the curriculum.
+    variance: of the rewards of the valid rollouts.
   """
 
   prompt: int
@@ -55,6 +58,9 @@ class GroupRecord:
   fault: str
   sha256: str
   rollouts: tuple[RolloutRecord, ...]
+  task: int
+  stratum: str
+  variance: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +126,24 @@ def group_digest(group: admission.Group) -> str:
   return hashlib.sha256(''.join(lines).encode()).hexdigest()
 
 
-def _record(group: admission.Group) -> GroupRecord:
+def record(group: admission.Group) -> GroupRecord:
+  """What the ledger keeps of a group."""
   rollouts = []
   for number, m in sorted(group.members.items()):
     segments = () if m.trajectory is None else m.trajectory.segments
     spans = tuple(_spans(s.versions) for s in segments)
     rollouts.append(RolloutRecord(number, m.seed, m.outcome, spans))
+  valid = group.rollouts
+  meta = valid[0].meta if valid else {}
   return GroupRecord(
       group.prompt,
       group.version,
       group.fault,
       group_digest(group),
       tuple(rollouts),
+      int(meta.get('index', -1)),
+      meta.get('stratum', ''),
+      float(np.var([t.reward for t in valid])) if valid else 0.0,
   )
 
 
@@ -144,7 +156,8 @@ def commit(ledger: Ledger, batch: admission.Batch, digest: str) -> Ledger:
     digest: of the weights the step starts from.
 
   Raises:
-    ValueError: a prompt is consumed twice, or the step is not the next one.
+    ValueError: a prompt or a task is consumed twice, or the step is not the
+      next one.
   """
   if batch.step != len(ledger.steps):
     raise ValueError(f'step={batch.step}: next is {len(ledger.steps)}')
@@ -152,9 +165,12 @@ def commit(ledger: Ledger, batch: admission.Batch, digest: str) -> Ledger:
   step = StepRecord(
       batch.version,
       digest,
-      tuple(map(_record, batch.groups)),
-      tuple(map(_record, batch.untrained)),
+      tuple(map(record, batch.groups)),
+      tuple(map(record, batch.untrained)),
   )
+  again = set(played(ledger)) & {g.task for g in step.trained}
+  if again:
+    raise ValueError(f'task={min(again)}: trained on twice')
   return Ledger(
       cursor=batch.cursor,
       next_prompt=batch.next_prompt,
@@ -162,6 +178,12 @@ def commit(ledger: Ledger, batch: admission.Batch, digest: str) -> Ledger:
       in_flight=batch.in_flight,
       steps=(*ledger.steps, step),
   )
+
+
+def played(ledger: Ledger) -> list[int]:
+  """Indices of the training tasks that groups were played on."""
+  records = (g for s in ledger.steps for g in (*s.trained, *s.untrained))
+  return [g.task for g in records if g.task >= 0]
 
 
 def resume(
@@ -212,12 +234,12 @@ def _pairs(rows) -> Runs:
 
 
 def _group(row) -> GroupRecord:
-  prompt, version, fault, sha256, rollouts = row
+  prompt, version, fault, sha256, rollouts, *rest = row
   records = tuple(
       RolloutRecord(number, seed, outcome, tuple(map(_pairs, spans)))
       for number, seed, outcome, spans in rollouts
   )
-  return GroupRecord(prompt, version, fault, sha256, records)
+  return GroupRecord(prompt, version, fault, sha256, records, *rest)
 
 
 def from_json(text: str) -> Ledger:

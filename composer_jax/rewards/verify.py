@@ -58,12 +58,11 @@ class Verify:
       return RewardResult(0.0, False, reason='never graded')
     if not grade.valid:
       return RewardResult(0.0, False, reason=grade.reason)
-    passed = bool(grade.passed) and all(grade.passed)
-    score = 1.0 if passed else self.fraction_weight * grade.fraction
+    score = 1.0 if grade.solved else self.fraction_weight * grade.fraction
     return RewardResult(
         score,
         True,
-        parts={'passed': float(passed), 'fraction': grade.fraction},
-        flags=('hack_suspected',) if grade.failure == 'malformed' else (),
+        parts={'passed': float(grade.solved), 'fraction': grade.fraction},
+        flags=('hack_suspected',) if grade.suspicious else (),
         reason=grade.failure or grade.reason,
     )

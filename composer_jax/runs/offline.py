@@ -330,6 +330,9 @@ def run(
     meter = Meter(host)
     while done < rl.steps and not stop():
       batch = rollouts.take()
+      if batch is None:
+        print(f'every task was played once: no step after {done}')
+        break
       taken = time.perf_counter()
       state, trained, tokens = train(
           cfg, state, batch, on_nonfinite=save_batch, **how

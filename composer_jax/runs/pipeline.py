@@ -6,7 +6,7 @@ the same directory continues where they stopped, whatever stopped them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import json
 import pathlib
@@ -287,7 +287,7 @@ def load_showcase(workdir: pathlib.Path, at: int) -> list[trace.Trajectory]:
   return [trace.from_bytes(p.read_bytes()) for p in ordered]
 
 
-def seen(run: Run) -> dict[str, range]:
+def seen(run: Run) -> dict[str, Sequence[int]]:
   """Task indices that the warm-up and RL have drawn, from their cursors."""
   used = {}
   for phase, key in (('warmup', 'cursor'), ('rl', 'ledger')):
@@ -295,7 +295,7 @@ def seen(run: Run) -> dict[str, range]:
     if phase == 'warmup':
       used['warmup'] = range(extra[key].get('demo', 0))
     else:
-      used['train'] = range(ledger_lib.from_json(extra[key]).next_prompt)
+      used['train'] = ledger_lib.played(ledger_lib.from_json(extra[key]))
   return used
 
 

@@ -103,6 +103,10 @@ def _rl_step(cfg: config.Experiment) -> _Rows:
       f'{rl.groups_per_step} prompts x {rl.rollouts_per_group} rollouts ='
       f' {rollouts} rollouts'
   )
+  yield 'tasks', (
+      f'a prompt plays one of {rl.candidates_per_prompt} candidates, of the'
+      ' kind solved sometimes; none twice'
+  )
   yield 'capacity', (
       f'{rl.rows_per_batch} rows x {rl.tokens_per_row} tokens ='
       f' {capacity:,} tokens per program call'

@@ -7,12 +7,15 @@ Everything here lives on the host's event loop; the trainer's thread calls
 from __future__ import annotations
 
 import asyncio
+import collections
 from concurrent import futures
 import contextlib
+import dataclasses
 import itertools
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.agents import curriculum
 from composer_jax.fleet import admission
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ledger as ledger_lib
@@ -22,6 +25,7 @@ from composer_jax.weights import publish
 
 RUN = 'offline'
 _MAX_ATTEMPTS = 3
+_TALLIES = 32  # kept; more than a prompt's admission can lag behind
 
 
 class Rollouts:
@@ -51,6 +55,12 @@ class Rollouts:
         cursor=ledger.cursor,
     )
     self._blobs = queue_lib.Blobs()
+    # (version that a step started from, what was known after it).
+    self._tallies: collections.deque[tuple[int, curriculum.Tally]] = (
+        collections.deque([(-1, {})], maxlen=_TALLIES)
+    )
+    for step in ledger.steps:
+      self._learn(step.version, step.trained + step.untrained)
     self._failed: futures.Future[None] = futures.Future()
     self._tasks: list[asyncio.Task] = []
     host.call(self._start(version))
@@ -72,15 +82,41 @@ class Rollouts:
     with contextlib.suppress(futures.InvalidStateError):  # the first one wins
       self._failed.set_exception(error)
 
+  def _learn(
+      self, version: int, records: tuple[ledger_lib.GroupRecord, ...]
+  ) -> None:
+    groups = [(g.stratum, g.variance) for g in records]
+    tally = curriculum.fold(self._tallies[-1][1], groups)
+    self._tallies.append((version, tally))
+
+  def _choose(self, prompt: int) -> int:
+    """Task of a prompt, from the steps before it was admitted.
+
+    Of those alone: what finished meanwhile depends on the machine's speed.
+    """
+    admitted = self.gate.state.groups[prompt].version
+    known = [t for version, t in self._tallies if version < admitted]
+    return curriculum.choose(
+        self._cfg.tasks,
+        prompt,
+        self._cfg.rl.candidates_per_prompt,
+        known[-1] if known else self._tallies[0][1],
+    )
+
   async def _dispatch(self) -> None:
     rl = self._cfg.rl
     again = [prompt for prompt, _ in self._ledger.in_flight]
     fresh = itertools.count(self._ledger.next_prompt)
     for prompt in itertools.chain(again, fresh):
+      if not curriculum.has(self._cfg.tasks, prompt, rl.candidates_per_prompt):
+        self.gate.exhaust()
+        return
+      await self.gate.admit(admission.task_id(RUN, prompt, 0))
+      task = self._choose(prompt)
       for member in range(rl.rollouts_per_group):
         seed = admission.rollout_seed(self._cfg.seed, prompt, member)
         task_id = admission.task_id(RUN, prompt, member)
-        await self.queue.offer(task_id, {'prompt': prompt, 'seed': seed})
+        await self.queue.offer(task_id, {'task': task, 'seed': seed})
 
   async def _work(self) -> None:
     while True:
@@ -90,7 +126,10 @@ class Rollouts:
 
   async def _roll(self, lease: queue_lib.Lease) -> None:
     rl = self._cfg.rl
-    task = self._cfg.tasks.task(lease.spec['prompt'], 'train')
+    index = lease.spec['task']
+    task = self._cfg.tasks.task(index, 'train')
+    known = {'index': str(index), 'stratum': curriculum.stratum(task)}
+    task = dataclasses.replace(task, meta={**task.meta, **known})
     try:
       # The deadline of the lease bounds the work: a hung environment loses
       # it, and the task is played again.
@@ -129,9 +168,19 @@ class Rollouts:
           sha256=ref.sha256,
       )
 
+  async def _take(self) -> admission.Batch | None:
+    batch = await self.gate.take()
+    if batch is not None:
+      groups = batch.groups + batch.untrained
+      self._learn(batch.version, tuple(map(ledger_lib.record, groups)))
+    return batch
+
   def take(self) -> admission.Batch | None:
-    """The next batch; raises what a coroutine of the rollout side raised."""
-    batch = asyncio.run_coroutine_threadsafe(self.gate.take(), self._host.loop)
+    """The next batch; None: every task has been played.
+
+    Raises what a coroutine of the rollout side raised.
+    """
+    batch = asyncio.run_coroutine_threadsafe(self._take(), self._host.loop)
     futures.wait([batch, self._failed], return_when=futures.FIRST_COMPLETED)
     if self._failed.done():
       batch.cancel()

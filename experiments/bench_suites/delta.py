@@ -317,7 +317,9 @@ def run(
   return out
 
 
-def plot(path: pathlib.Path, results: list[paired.Figure | paired.Result]) -> None:
+def plot(
+    path: pathlib.Path, results: list[paired.Figure | paired.Result]
+) -> None:
   """Draws ratio against learning rate, with what others have published."""
   found = {r.name: r.value for r in results if isinstance(r, paired.Figure)}
   plots.log_lines(

@@ -1,0 +1,268 @@
+"""The attack list, as a module that needs only the standard library.
+
+An ordinary user who shares no packages with us can run it, too. Every attack
+gives a pair: what happened and what should have.
+"""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from composer_jax.agents import box
+from composer_jax.agents import sandbox
+
+# Each prints SAFE, or what it achieved. {pid}: a process of the host.
+# {port}: a listening port. {file}: a readable file of the host.
+ATTACKS = {
+    'connect_to_loopback': """
+import socket
+socket.create_connection(('127.0.0.1', {port}), timeout=2)
+print('CONNECTED')""",
+    'read_grader': "print('READ', open('{file}').read())",
+    'read_passwd': "print('READ', open('/etc/passwd').read())",
+    'write_usr': "open('/usr/attack', 'w').write('x'); print('WROTE')",
+    'write_root': "open('/attack', 'w').write('x'); print('WROTE')",
+    'remount': """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b'none', b'/usr', None, 32 | 4096, None) == 0:
+  open('/usr/attack', 'w'); print('REMOUNTED')
+if libc.mount(b'none', b'/box', b'tmpfs', 0, None) == 0: print('MOUNTED')""",
+    'signal_the_host': """
+import os
+os.kill({pid}, 9); print('KILLED')""",
+    'user_namespace': """
+import ctypes
+libc = ctypes.CDLL(None)
+if libc.unshare(0x10000000) == 0: print('UNSHARED')
+if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0: print('CLONED')""",
+    'kill_the_runner': """
+import os, signal
+for target in (os.getppid(), -os.getpgid(os.getppid())):
+  for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+    try: os.kill(target, s)
+    except OSError: pass""",
+    'starve_the_runner': """
+import os, resource
+for name in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):
+  try: resource.prlimit(os.getppid(), name, (0, 0)); print('LIMITED', name)
+  except OSError: pass
+for call in (lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 19),
+             lambda: os.sched_setaffinity(os.getppid(), [0])):
+  try: call(); print('SLOWED')
+  except OSError: pass""",
+    'read_the_runner': """
+import ctypes, os
+for name in ('mem', 'environ', 'fd/0', 'maps'):
+  try: open(f'/proc/{{os.getppid()}}/{{name}}', 'rb').read(1); print(name)
+  except OSError: pass
+if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0: print('TRACED')""",
+    'zip_slip_and_pickle': """
+import io, pickle, zipfile
+data = io.BytesIO()
+with zipfile.ZipFile(data, 'w') as z: z.writestr('../../../usr/attack', 'x')
+zipfile.ZipFile(data).extractall('.')
+try: open('/usr/attack').read(); print('ESCAPED')
+except OSError: pass
+class Evil:
+  def __reduce__(self): return exec, ("open('/usr/attack', 'w')",)
+pickle.loads(pickle.dumps(Evil()))""",
+    'forge_a_reply': """
+import os
+for fd in range(256):
+  if fd not in (1, 2):
+    try: os.write(fd, bytes(64))
+    except OSError: pass""",
+    'share_memory_with_the_next': """
+import ctypes
+if ctypes.CDLL(None).shmget(1234, 4096, 0o1666) >= 0: print('SHARED')
+if ctypes.CDLL(None).msgget(1234, 0o1666) >= 0: print('QUEUED')""",
+    'tracing_and_rings': """
+import ctypes
+libc = ctypes.CDLL(None)
+for name, number in (('io_uring', 425), ('bpf', 321), ('userfaultfd', 323),
+                     ('keyctl', 250), ('perf', 298)):
+  if libc.syscall(number, 0, 0, 0, 0, 0) >= 0: print(name)""",
+}
+FILL = """
+import os
+for base in ('/', '/dev', '/dev/shm', '/tmp', '/box', '/proc', '/run'):
+  written = 0
+  try:
+    for k in range(8):
+      with open(os.path.join(base, f'fill{k}'), 'wb', 0) as f:
+        for _ in range(8): written += f.write(bytes(1 << 20))
+  except OSError: pass
+  print(base, written >> 20)
+"""
+BOMB = """
+import os, time
+while True:
+  try: os.fork()
+  except OSError: time.sleep(0.01)
+"""
+_LINKS = """
+import os
+open('real', 'w').write('x' * 10)
+open('big', 'w').write('x' * 100_000)
+os.symlink('/etc/passwd', 'link')
+os.symlink('/proc/self', 'dir')
+os.symlink('real', 'inner')
+os.mkfifo('pipe')
+os.mkdir('sub')
+"""
+_MESS = """
+import os, pickle, zipfile
+for base in {dirs}:
+  with zipfile.ZipFile(f'{{base}}/evil.zip', 'w') as z: z.writestr('../../x', 'y')
+  pickle.dump(print, open(f'{{base}}/data.pkl', 'wb'))
+  for name in ('conftest.py', 'sitecustomize.py', '.hidden'):
+    open(f'{{base}}/{{name}}', 'w').write('poison')
+  os.makedirs(base + '/d' * 500)  # deeper than a recursive delete likes
+  os.mkdir(f'{{base}}/locked')
+  open(f'{{base}}/locked/f', 'w').close()
+  os.chmod(f'{{base}}/locked', 0)
+os.chmod('.', 0)
+"""
+
+
+async def _programs(session):
+  """The short ones, against real things of the host."""
+  with contextlib.ExitStack() as stack:
+    listener = stack.enter_context(socket.create_server(('127.0.0.1', 0)))
+    victim = subprocess.Popen(['sleep', '60'])
+    stack.callback(victim.wait)
+    stack.callback(victim.kill)
+    secret = stack.enter_context(tempfile.NamedTemporaryFile('w', suffix='.py'))
+    secret.write('expected = 42')
+    secret.flush()
+    os.chmod(secret.name, 0o644)
+    facts = {
+        'port': listener.getsockname()[1],
+        'pid': victim.pid,
+        'file': secret.name,
+    }
+    for name, source in ATTACKS.items():
+      body = f'try:\n  exec({source.format(**facts)!r})\nexcept OSError: pass'
+      result = await session.python(body + "\nprint('SAFE')")
+      # What the forger wrote went into its own output: nowhere else to go.
+      text = result.output.decode(errors='replace').replace('\0', '')
+      yield name, (result.status, text, victim.poll()), (
+          'exited',
+          'SAFE\n',
+          None,
+      )
+
+
+async def _fork_bomb(session):
+  result = await session.python(BOMB, wall_seconds=1)
+  return result.status in ('timeout', 'memory'), True
+
+
+async def _endless_loop(session):
+  result = await session.python('while True: pass', cpu_seconds=0.2)
+  return result.status, 'timeout'
+
+
+async def _sleep(session):
+  start = time.monotonic()
+  result = await session.exec('sleep 60', wall_seconds=0.3)
+  return (result.status, time.monotonic() - start < 15), ('timeout', True)
+
+
+async def _big_allocation(session):
+  result = await session.python('x = bytearray(2 << 30)')
+  return (result.code, b'MemoryError' in result.output), (1, True)
+
+
+async def _hundred_megabytes(session):
+  command = 'echo first; head -c 100000000 /dev/zero; echo last'
+  result = await session.exec(command, output_bytes=1000)
+  ends = result.output[:6], result.output[-5:], len(result.output)
+  return (*ends, result.dropped), (b'first\n', b'last\n', 1000, 99_999_011)
+
+
+async def _orphan(session):
+  marker = f'{time.time_ns() % 10**6 + 10**6}.25'
+  start = time.monotonic()
+  result = await session.exec(
+      f'setsid sleep {marker} & (sleep {marker} &) ; echo done'
+  )
+  quick = time.monotonic() - start < 10
+  alive = []
+  for entry in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
+    with contextlib.suppress(OSError):
+      alive += [entry] * (marker.encode() in entry.read_bytes())
+  return (result.output, quick, alive), (b'done\n', True, [])
+
+
+async def _links(session):
+  await session.python(_LINKS)
+  paths = ['real', 'big', 'link', 'dir/status', 'inner', 'pipe', 'sub']
+  files = await session.get([*paths, 'none', '../etc/passwd', 'sub/..'])
+  put = await session.put({'inner': 'new', 'deep/er/file': b'\xff'})
+  through = await session.put({'dir/x': 'y'})
+  after = await session.get(['real', 'inner', 'deep/er/file'])
+  return (files, put.ok, through.ok, after), (
+      {'real': b'x' * 10},
+      True,
+      False,
+      {'real': b'x' * 10, 'inner': b'new', 'deep/er/file': b'\xff'},
+  )
+
+
+_LONG = (
+    _fork_bomb,
+    _endless_loop,
+    _sleep,
+    _big_allocation,
+    _hundred_megabytes,
+    _orphan,
+    _links,
+)
+
+
+async def _residue(pool, bare):
+  """What one session leaves, the next must not find."""
+  # Landlock gives no /tmp and no /dev/shm at all.
+  dirs = ('.',) if bare else ('/box', '/tmp', '/dev/shm')
+  async with pool.session() as session:
+    mess = await session.python(_MESS.format(dirs=dirs))
+    first = session._box
+  async with pool.session() as session:
+    seen = await session.exec(f'find {" ".join(dirs)} | wc -l; stat -c %a .')
+    reused = session._box is first
+  return (mess.ok, seen.output.decode(), reused), (
+      True,
+      f'{len(dirs)}\n700\n',
+      True,
+  )
+
+
+async def play(name):
+  """Runs them all at a level; attack -> (what happened, what should)."""
+  out = {}
+  async with sandbox.Pool(1, level=box.Level(name, 'forced')) as pool:
+    async with pool.session() as session:
+      async for attack, got, want in _programs(session):
+        out[attack] = got, want
+      for attack in _LONG:
+        out[attack.__name__] = await attack(session)
+        alive = await session.exec('echo $((6*7))', wall_seconds=30)
+        out[f'alive after {attack.__name__}'] = alive.output, b'42\n'
+    out['residue'] = await _residue(pool, name == 'landlock')
+  return out
+
+
+if __name__ == '__main__':
+  for level in sys.argv[1:]:
+    for attack, (got, want) in asyncio.run(play(level)).items():
+      if got != want:
+        print(f'{level}: {attack}: {got!r}, want {want!r}')
+  print('played', box.describe().name)
