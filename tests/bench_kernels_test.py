@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
-from experiments.bench_suites import gpu
+from experiments.bench_suites import gpu_checks
+from experiments.bench_suites import gpu_times
 from experiments.bench_suites import kernels
 from experiments.bench_suites import paired
 from experiments.bench_suites import plain_ops
@@ -26,7 +27,7 @@ _MODEL = config.ModelConfig(
     top_k=2,
     moe_ffn=16,
 )
-_SIZES = gpu.Sizes(
+_SIZES = gpu_checks.Sizes(
     _MODEL,
     tokens=128,
     row=64,
@@ -51,14 +52,15 @@ class CpuTest(parameterized.TestCase):
         kernels.Trainer(cfg, 2, 32, plain=plain) for plain in (False, True)
     )
     tolerance = 1e-5 if dtype == 'float32' else 2e-2
-    for a, b in zip(*map(jax.tree.leaves, (ours.run(2), plain.run(2)))):
+    pairs = map(jax.tree.leaves, (ours.run(2), plain.run(2)))
+    for a, b in zip(*pairs, strict=True):
       a, b = np.asarray(a), np.asarray(b)
       np.testing.assert_allclose(a, b, atol=tolerance)
 
   def test_experts_agree(self):
     for r in kernels.experts(_MODEL, 16, pairs=1):
       self.assertGreater(min(r.ours + r.peer), 0)
-    x, gates, chosen, w_in, w_out = gpu.expert_operands(_SIZES, 24)
+    x, gates, chosen, w_in, w_out = gpu_checks.expert_operands(_SIZES, 24)
     want = grouped.expert_ffn(x, gates, chosen, w_in, w_out)
     for peer in (plain_ops.dense_experts, plain_ops.ragged_experts):
       got = peer(x, gates, chosen, w_in, w_out)
@@ -73,23 +75,22 @@ class CpuTest(parameterized.TestCase):
 class GpuScriptTest(parameterized.TestCase):
 
   def test_bits_are_equal(self):
-    found = gpu.bits(_SIZES, 'reference', repeats=1)
+    found = gpu_checks.bits(_SIZES, 'reference', repeats=1)
     self.assertEqual([f.value for f in found], [0] * 4)
 
   def test_a_difference_is_counted(self):
-    self.assertEqual(gpu.differing(jnp.zeros(3), jnp.asarray([0, -0.0, 1])), 2)
-
-  def test_digest_of_a_fresh_process(self):
-    self.assertEqual(gpu.fresh_processes(_SIZES, processes=1).value, 0)
+    self.assertEqual(
+        gpu_checks.differing(jnp.zeros(3), jnp.asarray([0, -0.0, 1])), 2
+    )
 
   @parameterized.parameters('float32', 'bfloat16')
   def test_errors_are_small(self, dtype):
-    for figure in gpu.errors(_SIZES, dtype, 'reference'):
+    for figure in gpu_checks.errors(_SIZES, dtype, 'reference'):
       self.assertIn(': ok', str(figure))
       self.assertGreater(figure.value, 0)
 
   def test_times(self):
-    found = gpu.times(_SIZES, pairs=1, implementation='reference')
+    found = gpu_times.times(_SIZES, pairs=1, implementation='reference')
     results = [r for r in found if isinstance(r, paired.Result)]
     self.assertLen(found, 2 * len(results))
     for r in results:

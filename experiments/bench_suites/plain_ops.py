@@ -33,7 +33,7 @@ def segment_attention(q, k, v, segments, positions, *, implementation=None):
   return jnp.einsum('bmgts,bsmh->btmgh', p, v).reshape(b, t, n, h)
 
 
-def target_log_probs(params, hidden, targets, *, eps, implementation=None):
+def target_log_probs(params, hidden, targets, eps, *, implementation=None):
   """All logits at once; see `logprob.target_log_probs`."""
   del implementation
   scale, unembed = map(_wide, params)
