@@ -19,7 +19,11 @@ def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Decoder with grouped-query attention and a sparse MoE in every layer."""
+  """Decoder with grouped-query attention and a sparse MoE in every layer.
+
+  Shared experts see every token, beside the routed ones. A dense model has
+  experts=0, top_k=0 and shared experts only.
+  """
 
   vocab: int = 512
   layers: int = 3
@@ -29,7 +33,14 @@ class ModelConfig:
   head_dim: int = 32
   experts: int = 8
   top_k: int = 2
-  moe_ffn: int = 128
+  moe_ffn: int = 128  # width of one expert
+  shared_experts: int = 0
+  router: str = 'softmax'  # or 'sigmoid', with a bias for the choice only
+  renormalize: bool = True  # gates of the chosen sum to routed_scale
+  routed_scale: float = 1.0  # factor of the routed experts' sum
+  # A replayed expert below this share of the weakest live choice is replaced
+  # by the live router's own; 0 obeys the record whatever it says.
+  replay_threshold: float = 0.0
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
@@ -43,10 +54,29 @@ class ModelConfig:
         f'must be a multiple of kv_heads={self.kv_heads}',
     )
     _require(
-        1 <= self.top_k <= self.experts,
+        min(1, self.experts) <= self.top_k <= self.experts,
         self,
         'top_k',
-        f'must be in [1, experts={self.experts}]',
+        f'must be in [{min(1, self.experts)}, experts={self.experts}]',
+    )
+    _require(
+        self.shared_experts >= (self.experts == 0),
+        self,
+        'shared_experts',
+        'must be at least 0, and 1 in a dense model (experts=0)',
+    )
+    _require(
+        self.router in ('softmax', 'sigmoid'),
+        self,
+        'router',
+        "must be 'softmax' or 'sigmoid'",
+    )
+    _require(self.routed_scale > 0, self, 'routed_scale', 'must be above 0')
+    _require(
+        0 <= self.replay_threshold <= 1,
+        self,
+        'replay_threshold',
+        'must be in [0, 1]',
     )
     _require(self.head_dim % 2 == 0, self, 'head_dim', 'must be even (RoPE)')
     _require(

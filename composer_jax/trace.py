@@ -48,13 +48,13 @@ def route_dtype(experts: int) -> np.dtype:
   """Smallest unsigned type that holds an expert id and the blank mark.
 
   Args:
-    experts: number of routed experts E.
+    experts: number of routed experts E; 0 in a dense model.
 
   Returns:
     uint8 if every id is below 255, else uint16 (ids below 65535).
   """
-  if not 0 < experts < 0xFFFF:
-    raise ValueError(f'experts={experts}: must be in [1, 65534]')
+  if not 0 <= experts < 0xFFFF:
+    raise ValueError(f'experts={experts}: must be in [0, 65534]')
   return np.dtype(np.uint8 if experts < 0xFF else np.uint16)
 
 
@@ -73,7 +73,7 @@ class RoutingTrace:
   because nothing after it is trained.
 
   Attributes:
-    experts: uint8 or uint16 [T L K]; L counts MoE layers only.
+    experts: uint8 or uint16 [T L K]; K = 0 in a dense model.
   """
 
   experts: np.ndarray
@@ -99,7 +99,7 @@ class TokenTrace:
     logps: float32 [T], behaviour log-prob of a sampled token; 0 elsewhere.
     versions: int32 [T], weight step that computed the token (for a prompt
       token: that prefilled it first).
-    routing: experts per token, or None for a model without MoE layers.
+    routing: experts per token, or None if nothing recorded them.
   """
 
   tokens: np.ndarray

@@ -43,7 +43,9 @@ class Config(NamedTuple):
 
 
 def _installed(*names: str) -> bool:
-  return all(importlib.util.find_spec(name) for name in names)
+  specs = [importlib.util.find_spec(name) for name in names]
+  # A folder of that name on the path has no origin.
+  return all(spec is not None and spec.origin for spec in specs)
 
 
 def _interpreting() -> bool:

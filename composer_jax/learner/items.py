@@ -151,9 +151,9 @@ def _check_routing(item: Item, model: config.ModelConfig) -> None:
         f' {experts.shape}, want {dtype} {want}'
     )
   blank = experts == trace.blank_route(dtype)
-  row_blank = blank.all(axis=(1, 2))
+  row_blank = blank.any(axis=(1, 2))
   if (experts[~blank] >= model.experts).any() or (
-      blank.any(axis=(1, 2)) != row_blank
+      row_blank & ~blank.all(axis=(1, 2))
   ).any():
     raise ValueError(
         f'rollout {item.rollout}: a routing row is partly blank or names an'

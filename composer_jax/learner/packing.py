@@ -266,7 +266,9 @@ def _stats(
   blank = none
   if replay is not None:
     mark = trace.blank_route(trace.route_dtype(replay.experts))
-    blank = none + [i.trace.routing.experts[:-1, 0, 0] == mark for i in items]
+    blank = none + [
+        (i.trace.routing.experts[:-1] == mark).any(axis=(1, 2)) for i in items
+    ]
   trained = sum(int(np.count_nonzero(b.sampled)) for b in batches)
   return PackStats(
       batches=len(batches),

@@ -17,7 +17,7 @@ from kernels_triton import rows
 
 
 class Routing(NamedTuple):
-  """What the router did for n tokens of one layer."""
+  """What the router did for n tokens of one layer; E = K = 0 if dense."""
 
   experts: jax.Array  # i32 [n K], used
   live: jax.Array  # i32 [n K], what the live router would have used
@@ -27,6 +27,7 @@ class Routing(NamedTuple):
 def route(
     normed: jax.Array,
     w: jax.Array,
+    bias: jax.Array | None,
     recorded: jax.Array,
     cfg: config.ModelConfig,
 ) -> tuple[jax.Array, Routing]:
@@ -35,6 +36,7 @@ def route(
   Args:
     normed: f32 [R D].
     w: router weights [D E].
+    bias: [E] for the choice, or None.
     recorded: [R K] in the route dtype; blank rows take the live choice.
     cfg: the model.
 
@@ -44,22 +46,38 @@ def route(
   logits = matmul.matmul(normed, w, implementation=cfg.kernels)
   gates, experts, live = router.route(
       logits,
-      None,
+      bias,
       recorded,
       top_k=cfg.top_k,
       blank=trace.blank_route(trace.route_dtype(cfg.experts)),
+      scores=cfg.router,
+      renormalize=cfg.renormalize,
+      scale=cfg.routed_scale,
+      threshold=cfg.replay_threshold,
       implementation=cfg.kernels,
   )
   return gates, Routing(experts, live, logits)
 
 
-def _block(cfg, weights, x, attended, recorded):
-  wo, norm, w_router = weights
+def _shared(normed, w_in, w_out, cfg):
+  multiply = functools.partial(
+      matmul.matmul, dtype=cfg.dtype, implementation=cfg.kernels
+  )
+  gate, value = jnp.split(multiply(normed, w_in), 2, axis=-1)
+  return multiply(jax.nn.silu(gate) * value, w_out)
+
+
+def _block(cfg, weights, x, attended, *recorded):
+  wo, norm, w_router, bias, shared_in, shared_out = weights
   x = x.astype(jnp.float32) + matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
   normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
-  gates, routing = route(normed, w_router, recorded, cfg)
+  if cfg.shared_experts:
+    x = x + _shared(normed, shared_in, shared_out, cfg)
+  if not cfg.experts:
+    return x
+  gates, routing = route(normed, w_router, bias, *recorded, cfg)
   return x, normed.astype(cfg.dtype), gates, routing
 
 
@@ -71,7 +89,7 @@ def layer(
     weights: params_lib.Moe,
     cfg: config.ModelConfig,
 ) -> tuple[jax.Array, Routing]:
-  """x + attention, then + experts.
+  """x + attention, then + shared experts, then + routed experts.
 
   Args:
     x: [n D], residual stream.
@@ -85,11 +103,25 @@ def layer(
     (residual stream [n D], routing).
   """
   n, d = x.shape
-  wo = attention.wo.reshape(-1, d).astype(jnp.float32)
-  block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
-  x, normed, gates, routing = block(
-      (wo, weights.norm, weights.router), x, attended.reshape(n, -1), recorded
+  wide = lambda w: None if w is None else w.astype(jnp.float32)
+  shared_in = weights.shared_in
+  if shared_in is not None:
+    shared_in = shared_in.reshape(d, -1)
+  small = (
+      wide(attention.wo.reshape(-1, d)),
+      weights.norm,
+      weights.router,
+      wide(weights.bias),
+      wide(shared_in),
+      wide(weights.shared_out),
   )
+  block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
+  attended = attended.reshape(n, -1)
+  if not cfg.experts:
+    none = jnp.zeros((n, 0), jnp.int32)
+    x = block(small, x, attended).astype(cfg.dtype)
+    return x, Routing(none, none, none.astype(jnp.float32))
+  x, normed, gates, routing = block(small, x, attended, recorded)
   w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   y = grouped.expert_ffn(
       normed.astype(jnp.float32),

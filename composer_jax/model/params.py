@@ -40,6 +40,9 @@ class Moe:
   router: jax.Array = _param('layers embed router')
   w_in: jax.Array = _param('layers experts embed gates moe_ffn')
   w_out: jax.Array = _param('layers experts moe_ffn embed', 'residual')
+  bias: jax.Array = _param('layers router_bias', 'zeros')
+  shared_in: jax.Array = _param('layers embed gates shared_ffn')
+  shared_out: jax.Array = _param('layers shared_ffn embed', 'residual')
 
 
 @struct.dataclass
@@ -60,14 +63,34 @@ class Params:
 _FAN_IN = {
     'attention/wo': ('q_heads', 'head_dim'),
     'moe/w_out': ('moe_ffn',),
+    'moe/shared_out': ('shared_ffn',),
 }
+
+# Tensors that a model may lack, together: their axes have size 0 there, and
+# the tree holds None.
+_OPTIONAL = (
+    {'layers/moe/router', 'layers/moe/w_in', 'layers/moe/w_out'},
+    {'layers/moe/bias'},
+    {'layers/moe/shared_in', 'layers/moe/shared_out'},
+)
 
 
 def _sizes(cfg: config.ModelConfig) -> dict[str, int]:
   sizes = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
   # The router's output is its own axis: top-k must see it unsharded. `gates`
   # are the silu branch and its factor.
-  return sizes | {'router': cfg.experts, 'gates': 2}
+  return sizes | {
+      'router': cfg.experts,
+      'router_bias': cfg.experts if cfg.router == 'sigmoid' else 0,
+      'gates': 2,
+      'shared_ffn': cfg.shared_experts * cfg.moe_ffn,
+  }
+
+
+def _shape(sizes: Mapping[str, int], dims: tuple[str, ...]):
+  """Of a tensor; None if the model has no such tensor."""
+  shape = tuple(sizes[d] for d in dims)
+  return shape if all(shape) else None
 
 
 def _declare(cls, leaf: Callable[[str, tuple[str, ...], str], Any], path=''):
@@ -86,24 +109,28 @@ def _declare(cls, leaf: Callable[[str, tuple[str, ...], str], Any], path=''):
 def abstract(cfg: config.ModelConfig, dtype=jnp.float32) -> Params:
   """The tree with a `jax.ShapeDtypeStruct` for every tensor."""
   sizes = _sizes(cfg)
-  return _declare(
-      Params,
-      lambda _, dims, __: jax.ShapeDtypeStruct(
-          tuple(sizes[d] for d in dims), dtype
-      ),
-  )
+
+  def leaf(_, dims, __):
+    shape = _shape(sizes, dims)
+    return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
+
+  return _declare(Params, leaf)
 
 
-def pspecs(rules: Mapping[str, str | None]) -> Params:
+def pspecs(cfg: config.ModelConfig, rules: Mapping[str, str | None]) -> Params:
   """The tree with a PartitionSpec for every tensor.
 
   Args:
+    cfg: the model.
     rules: logical axis -> mesh axis; an axis not named is replicated.
   """
-  return _declare(
-      Params,
-      lambda _, dims, __: PartitionSpec(*(rules.get(d) for d in dims)),
-  )
+  sizes = _sizes(cfg)
+
+  def leaf(_, dims, __):
+    spec = PartitionSpec(*(rules.get(d) for d in dims))
+    return None if _shape(sizes, dims) is None else spec
+
+  return _declare(Params, leaf)
 
 
 def _fold_in(key: jax.Array, name: str) -> jax.Array:
@@ -122,9 +149,11 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Params:
   sizes = _sizes(cfg)
 
   def leaf(name, dims, kind):
-    shape = tuple(sizes[d] for d in dims)
-    if kind == 'ones':
-      return jnp.ones(shape, jnp.float32)
+    shape = _shape(sizes, dims)
+    if shape is None:
+      return None
+    if kind in ('ones', 'zeros'):
+      return jnp.full(shape, float(kind == 'ones'), jnp.float32)
     if kind == 'embedding':
       std = 0.02
     else:
@@ -161,12 +190,14 @@ def from_names(named: Mapping[str, Any]) -> Params:
     ValueError: a tensor is missing or unknown.
   """
   want = set(names(_declare(Params, lambda *_: 0)))
+  for group in _OPTIONAL:
+    want -= group if group.isdisjoint(named) else set()
   if want != set(named):
     raise ValueError(
         f'parameters: missing {sorted(want - set(named))}, unknown'
         f' {sorted(set(named) - want)}'
     )
-  return _declare(Params, lambda name, _, __: named[name])
+  return _declare(Params, lambda name, _, __: named.get(name))
 
 
 def count(cfg: config.ModelConfig) -> tuple[int, int]:

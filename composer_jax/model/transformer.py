@@ -1,6 +1,7 @@
 """The trainer's forward: packed rows in, hidden states and routing out."""
 
 from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from composer_jax.model import params as params_lib
 from composer_jax.typing import typed
 from kernels_triton import attention as attention_kernel
 from kernels_triton import logprob
+from kernels_triton import router
 
 
 class RouterStats(NamedTuple):
@@ -69,15 +71,22 @@ def block(
 def layer_inputs(routing: jax.Array) -> jax.Array:
   """Routes [B T L K] -> [L B*T K], the order of the scan over layers."""
   layers, k = routing.shape[-2:]
-  return routing.reshape(-1, layers, k).transpose(1, 0, 2)
+  tokens = math.prod(routing.shape[:-2])
+  return routing.reshape(tokens, layers, k).transpose(1, 0, 2)
 
 
 def _router_stats(
     routing: moe.Routing, recorded, real, cfg: config.ModelConfig
 ) -> RouterStats:
   """Sums of one layer over real tokens; real f32 [n]."""
+  if not cfg.experts:
+    return RouterStats(*(jnp.zeros(()) for _ in RouterStats._fields))
   tokens = jnp.maximum(jnp.sum(real), 1.0)
-  probs = jax.nn.softmax(routing.logits, axis=-1)
+  if cfg.router == router.SIGMOID:
+    probs = jax.nn.sigmoid(routing.logits)
+    probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+  else:
+    probs = jax.nn.softmax(routing.logits, axis=-1)
   mean_prob = jnp.sum(probs * real[:, None], axis=0) / tokens
   ids = jnp.arange(cfg.experts)[None, None, :]
   hits = jnp.sum(routing.experts[:, :, None] == ids, axis=1)

@@ -156,7 +156,7 @@ def _tokens(segment: trace.TokenTrace, pieces: list[str]) -> rich_table.Table:
     experts = ''
     if segment.routing is not None:
       rows = segment.routing.experts[i]
-      if rows.flat[0] != trace.blank_route(rows.dtype):
+      if rows.size and rows.flat[0] != trace.blank_route(rows.dtype):
         experts = ' | '.join(' '.join(map(str, r)) for r in rows.tolist())
     logp = f'{segment.logps[i]:.4f}' if segment.sampled[i] else ''
     version = str(segment.versions[i])

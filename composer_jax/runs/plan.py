@@ -67,7 +67,8 @@ def _model(cfg: config.Experiment) -> _Rows:
   total, active = params_lib.count(m)
   yield 'parameters', f'{total:,} ({active:,} active per token)'
   yield 'layers', f'{m.layers} of width {m.embed}, activations {m.dtype}'
-  yield 'experts', f'{m.experts} per layer, {m.top_k} per token'
+  shared = f' and {m.shared_experts} shared' if m.shared_experts else ''
+  yield 'experts', f'{m.experts} per layer, {m.top_k} per token{shared}'
   yield 'mesh', f'data={cfg.mesh.data} devices'
   yield 'loss', repr(cfg.loss)
 
@@ -150,7 +151,7 @@ def _activation_bytes(cfg: config.Experiment) -> int:
   m = cfg.model
   rows = max(rows * tokens for rows, tokens in _shapes(cfg).values())
   width = 6 * m.embed + 4 * m.q_heads * m.head_dim + m.experts
-  width += 4 * m.top_k * m.moe_ffn
+  width += 4 * (m.top_k + m.shared_experts) * m.moe_ffn
   return 4 * rows * m.layers * width
 
 

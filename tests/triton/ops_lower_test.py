@@ -5,6 +5,12 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 
+from composer_jax import config
+from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import losses
+from composer_jax.learner import step
+from composer_jax.model import decode
+from composer_jax.model import params as params_lib
 from kernels_triton import grouped
 from kernels_triton import launch
 from kernels_triton import rmsnorm
@@ -96,6 +102,45 @@ class LowerTest(parameterized.TestCase):
       ]
 
     self.assertEqual(programs(1), programs(33))
+
+  def test_model_decodes_and_trains_by_kernels(self):
+    cfg = config.ModelConfig(
+        vocab=64,
+        layers=2,
+        embed=64,
+        experts=4,
+        moe_ffn=64,
+        router='sigmoid',
+        shared_experts=1,
+        dtype='bfloat16',
+        kernels='triton',
+    )
+    params = params_lib.abstract(cfg)
+    cache = jax.eval_shape(lambda: decode.init_cache(cfg, 4, 64))
+    ids = _Shape((4,), jnp.int32)
+    forward = {'rms_norm_forward', 'grouped_rows', 'route_forward'}
+    got = self._compiled(
+        lambda *args: decode.step(*args, cfg=cfg), params, cache, ids, ids
+    )
+    self.assertLessEqual(forward, set(got))
+
+    shape = (2, 64)
+    kinds = dict.fromkeys(batch_lib.Batch.__dataclass_fields__, jnp.int32)
+    kinds |= dict(sampled=jnp.bool_, behaviour_logps=jnp.float32)
+    kinds |= dict(advantages=jnp.float32)
+    fields = {name: _Shape(shape, kind) for name, kind in kinds.items()}
+    fields['routing'] = _Shape((*shape, 2, 2), jnp.uint8)
+    mesh = step.make_mesh(config.MeshConfig(2))
+    got = self._compiled(
+        lambda params, batch, z: step.gradients(
+            params, batch, z, cfg=cfg, loss=losses.DppoTv(), mesh=mesh
+        ),
+        params,
+        batch_lib.Batch(**fields),
+        _Shape((), jnp.float32),
+    )
+    backward = {'rms_norm_backward', 'grouped_weights', 'route_backward'}
+    self.assertLessEqual(forward | backward | {'sum_rows'}, set(got))
 
   def test_a_gpu_without_tile_sizes_is_refused(self):
     with self.assertRaisesRegex(ValueError, 'sm_75.*add a row'):

@@ -1,0 +1,186 @@
+"""Kinds of models: sigmoid router, shared experts, dense; one contract for all."""
+
+import dataclasses
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax import config
+from composer_jax import trace
+from composer_jax.learner import items
+from composer_jax.learner import losses
+from composer_jax.learner import packing
+from composer_jax.learner import step
+from composer_jax.model import decode
+from composer_jax.model import params as params_lib
+from kernels_triton import contract
+from kernels_triton import router
+
+_BASE = config.ModelConfig(
+    vocab=64,
+    layers=2,
+    embed=32,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    experts=4,
+    moe_ffn=32,
+)
+_VARIANTS = {
+    'sigmoid': dict(
+        router='sigmoid', shared_experts=1, routed_scale=2.5, layers=1
+    ),
+    'dense': dict(experts=0, top_k=0, shared_experts=2),
+}
+_PROMPT, _LENGTH = 21, 40
+
+
+def _cfg(variant, **changes):
+  return dataclasses.replace(_BASE, **_VARIANTS[variant], **changes)
+
+
+def _params(cfg):
+  """bf16 values; the choice's bias is not zero, as after some training."""
+  params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(0)))
+  named = params_lib.names(params)
+  if 'layers/moe/bias' in named:
+    bias = jax.random.normal(jax.random.key(1), (cfg.layers, cfg.experts))
+    named['layers/moe/bias'] = bias.astype(jnp.bfloat16)
+  named = {k: v.astype(jnp.float32) for k, v in named.items()}
+  return params_lib.from_names(named)
+
+
+def _packed(texts, cfg, routing=None):
+  """Documents as a batch, with their routing where given."""
+  packed = []
+  for i, text in enumerate(texts, 1):
+    window = items.document(text)
+    if routing is not None:
+      window = dataclasses.replace(
+          window, routing=trace.RoutingTrace(routing[i - 1])
+      )
+    packed.append(items.Item(i, window, 1.0))
+  shape = packing.Shape(4, 64, contract.KEY_BLOCK)
+  replay = None if routing is None else cfg
+  return packing.pack_all(packed, shape, now=0, replay=replay)[0][0]
+
+
+class VariantsTest(parameterized.TestCase):
+
+  @parameterized.product(variant=list(_VARIANTS), dtype=('float32', 'bfloat16'))
+  def test_decode_equals_trainer_and_own_routes_change_nothing(
+      self, variant, dtype
+  ):
+    cfg = _cfg(variant, dtype=dtype)
+    params = _params(cfg)
+    texts = np.random.default_rng(0).integers(0, cfg.vocab, (3, _LENGTH))
+    texts = texts.astype(np.int32)
+    mesh = step.make_mesh(config.MeshConfig(2))
+    batch = _packed(texts, cfg)
+    scored = step.score(params, batch, cfg=cfg, mesh=mesh)
+    logps, routing = map(np.asarray, scored)
+    rows = [np.argwhere(batch.rollouts == i)[0][0] for i in (1, 2, 3)]
+    logps, routing = logps[rows, :_LENGTH], routing[rows, :_LENGTH]
+    self.assertEqual(routing.shape, (3, _LENGTH, cfg.layers, cfg.top_k))
+
+    done = jax.jit(decode.prefill, static_argnames='cfg')(
+        params,
+        jnp.asarray(texts[:2, : contract.KEY_BLOCK]),
+        jnp.full(2, _PROMPT, jnp.int32),
+        cfg=cfg,
+    )
+    cache = decode.init_cache(cfg, 2, 64)
+    both = jnp.arange(2, dtype=jnp.int32)
+    cache = decode.insert(cache, done.k, done.v, both, both)
+    advance = jax.jit(decode.step, static_argnames='cfg')
+    for at in range(_PROMPT, _LENGTH - 1):
+      where = jnp.full(2, at, jnp.int32)
+      out, cache, used = advance(
+          params, cache, jnp.asarray(texts[:2, at]), where, cfg=cfg
+      )
+      got = np.asarray(out)[np.arange(2), texts[:2, at + 1]]
+      want = logps[:2, at + 1]
+      np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+      np.testing.assert_array_equal(used, routing[:2, at])
+
+    again = _packed(texts, cfg, routing)
+    replayed, _ = step.score(params, again, cfg=cfg, mesh=mesh)
+    np.testing.assert_array_equal(np.asarray(replayed)[rows, :_LENGTH], logps)
+
+  @parameterized.parameters(*_VARIANTS)
+  def test_every_tensor_learns_but_the_bias(self, variant):
+    cfg = _cfg(variant)
+    texts = np.random.default_rng(1).integers(0, cfg.vocab, (3, _LENGTH))
+    grads, _ = step.gradients(
+        _params(cfg),
+        _packed(texts.astype(np.int32), cfg),
+        jnp.float32(1.0),
+        cfg=cfg,
+        loss=losses.NextToken(),
+        mesh=step.make_mesh(config.MeshConfig(2)),
+        balance=0.01,
+    )
+    still = {
+        name
+        for name, g in params_lib.names(grads).items()
+        if not np.abs(np.asarray(g)).max() > 0
+    }
+    self.assertEqual(still, {'layers/moe/bias'} & set(params_lib.names(grads)))
+
+  def test_parameters_come_back_and_a_lone_half_is_refused(self):
+    params = _params(_cfg('sigmoid'))
+    named = params_lib.names(params)
+    back = params_lib.from_names(named)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    del named['layers/moe/shared_out']
+    with self.assertRaisesRegex(ValueError, 'missing .*shared_out'):
+      params_lib.from_names(named)
+
+  @parameterized.parameters(
+      (dict(experts=0, top_k=0), 'shared_experts=0'),
+      (dict(experts=0, shared_experts=1), 'top_k=2'),
+      (dict(router='tanh'), 'router='),
+      (dict(replay_threshold=2.0), 'replay_threshold='),
+      (dict(kernels='cuda'), 'kernels='),
+  )
+  def test_what_is_no_model_is_refused(self, changes, field):
+    with self.assertRaisesRegex(ValueError, field):
+      dataclasses.replace(_BASE, **changes)
+
+
+class RouterTest(absltest.TestCase):
+
+  def test_bias_chooses_and_does_not_weigh(self):
+    logits = jnp.asarray([[0.0, 1.0, 2.0, -9.0]])
+    bias = jnp.asarray([0.0, 0.0, 0.0, 5.0])
+    gates, experts, _ = router.route(
+        logits,
+        bias,
+        jnp.full((1, 2), 255, jnp.uint8),
+        top_k=2,
+        blank=255,
+        scores='sigmoid',
+        renormalize=False,
+        scale=2.0,
+    )
+    np.testing.assert_array_equal(experts, [[3, 2]])
+    want = 2 / (1 + np.exp([[9.0, -2.0]]))
+    np.testing.assert_allclose(gates, want, 1e-6)
+
+  def test_filter_replaces_what_fell_far_and_stays_distinct(self):
+    values = jnp.asarray([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]])
+    live = router.select(values, 2)
+    recorded = jnp.asarray([[3, 0], [2, 3]])
+    # The weakest live choice has 0.3: expert 3 is below half of it.
+    got = router.filtered(recorded, live, values, 0.5)
+    np.testing.assert_array_equal(got, [[1, 0], [2, 3]])
+    np.testing.assert_array_equal(
+        router.filtered(recorded, live, values, 0.1), recorded
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()
