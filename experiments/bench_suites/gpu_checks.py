@@ -74,8 +74,7 @@ def differing(a, b) -> int:
   return int((a != b).sum())
 
 
-@functools.partial(jax.jit, static_argnames='cfg')
-def _score(params, tokens, cfg):
+def score(params, tokens: jax.Array, cfg: config.ModelConfig):
   """Log-probs and routes of whole rows."""
   b, t = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
@@ -84,6 +83,9 @@ def _score(params, tokens, cfg):
   targets = jnp.roll(tokens, -1, axis=1)
   logps, _ = transformer.token_logps(params, out.hidden, targets, cfg=cfg)
   return logps, out.routing
+
+
+_score = jax.jit(score, static_argnames='cfg')
 
 
 @functools.partial(jax.jit, static_argnames='cfg')
@@ -224,6 +226,7 @@ def errors(
       sizes, model=dataclasses.replace(_small(sizes, None), dtype=dtype)
   )
   operands = attention_operands(sizes, 1, sizes.checked)
+  segments, positions = operands[3:]
   x, gates, chosen, w_in, w_out = expert_operands(sizes, sizes.checked)
   params = jnp.ones(x.shape[1]), normal(
       5, x.shape[1], sizes.model.vocab, dtype=dtype, scale=x.shape[1] ** -0.5
@@ -244,7 +247,7 @@ def errors(
   with jax.enable_x64(True):
     exact_x, exact_gates, exact_in, exact_out = inputs[1]
     want = (
-        plain_ops.segment_attention(*inputs[0], *operands[3:]),
+        plain_ops.segment_attention(*inputs[0], segments, positions),
         plain_ops.dense_experts(
             exact_x, exact_gates, chosen, exact_in, exact_out
         ),
