@@ -121,7 +121,26 @@ class RolloutConfig:
   slots: int = 256  # sequences decoded together
   context_tokens: int = 128  # longest sequence, prompt included
   steps_per_sync: int = 2  # decode steps per host round trip
-  prefill_rows: int = 16  # prompts prefilled together
+  prefill_tokens: int = 2048  # most prompt tokens between two decode blocks
+  cache_tokens: int | None = None  # of all slots; None: never short of room
+  # What new weights do to a running turn: it goes on with them ('async'), or
+  # ends on the old ones while new requests wait ('sync').
+  swap: str = 'async'
+
+  def __post_init__(self):
+    _require(
+        self.swap in ('async', 'sync'),
+        self,
+        'swap',
+        "must be 'async' or 'sync'",
+    )
+    _require(self.prefill_tokens >= 4, self, 'prefill_tokens', 'must be >= 4')
+    _require(
+        self.cache_tokens is None or self.cache_tokens >= self.context_tokens,
+        self,
+        'cache_tokens',
+        f'must hold one context of {self.context_tokens} tokens on every lane',
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from absl import flags
 
 from experiments import flags as binary
 
-_SUITES = ('train', 'decode', 'delta')
+_SUITES = ('train', 'decode', 'delta', 'kernels')
 _PACKAGES = ('jax', 'jaxlib', 'torch', 'transformers')
 
 _SUITE = flags.DEFINE_enum('suite', 'train', _SUITES, 'What to measure.')

@@ -1,7 +1,8 @@
-"""Causal segment attention and its decode twin, with the same bits.
+"""Causal segment attention and its paged twin, with the same bits.
 
 Both call one tile: QUERY_ROWS query tokens (times the query heads of one
-key-value head) against key blocks of KEY_BLOCK keys in ascending order. The
+key-value head) against key blocks of KEY_BLOCK keys in ascending order; a page
+of the cache is one such block, wherever it lies. The
 softmax is two-pass: the maximum over every score, then exp(s - max) @ [v | 1]
 summed block by block, one division at the end. Nothing is rescaled, so a
 wholly masked block adds exact zeros and may be skipped or not without
@@ -21,6 +22,7 @@ from kernels_triton import contract
 from kernels_triton import launch
 
 _MASKED = -1e30
+_GROUP = 16  # query tiles of a prefill that run together; leaves the bits
 _ONES = 8  # columns of ones next to v: their product is the softmax sum
 
 
@@ -65,8 +67,9 @@ def _with_ones(v: jax.Array) -> jax.Array:
 
 def _tile(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    keys: Callable[[jax.Array], jax.Array],
+    values: Callable[[jax.Array], jax.Array],
+    length: int,
     blocks,
     visible: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,8 +77,9 @@ def _tile(
 
   Args:
     q: [B M R H], scaled.
-    k: [B M S H], S a multiple of KEY_BLOCK.
-    v: [B M S H].
+    keys: number of a block -> its keys f32 [B M KEY_BLOCK H].
+    values: the same for its values.
+    length: most keys there can be, a multiple of KEY_BLOCK.
     blocks: i32 [], how many key blocks to visit.
     visible: start of a block -> bool broadcastable to [B M R KEY_BLOCK].
 
@@ -89,12 +93,12 @@ def _tile(
   def score(j, carry):
     scores, peak = carry
     start = j * size
-    s = _nt(q, _block(k, start, size, 2))
+    s = _nt(q, keys(j))
     s = lax.optimization_barrier(jnp.where(visible(start), s, _MASKED))
     scores = lax.dynamic_update_slice_in_dim(scores, s, start, 3)
     return scores, jnp.maximum(peak, jnp.max(s, axis=-1, keepdims=True))
 
-  scores = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+  scores = jnp.zeros((*q.shape[:3], length), jnp.float32)
   peak = jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32)
   scores, peak = lax.fori_loop(0, blocks, score, (scores, peak))
 
@@ -102,8 +106,7 @@ def _tile(
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)
     e = lax.optimization_barrier(e)
-    values = _with_ones(_block(v, start, size, 2))
-    part = jnp.einsum('bkms,bksd->bkmd', e, values)
+    part = jnp.einsum('bkms,bksd->bkmd', e, _with_ones(values(j)))
     return out + lax.optimization_barrier(part)
 
   out = jnp.zeros((*q.shape[:3], h + _ONES), jnp.float32)
@@ -124,8 +127,7 @@ def _forward(q, k, v, segments, positions):
   m = k.shape[2]
   g = n // m
   size, keys = contract.QUERY_ROWS, contract.KEY_BLOCK
-  if t % keys:
-    raise ValueError(f'rows of {t} tokens: must be a multiple of {keys}')
+  residuals = q, k, v
   queries = fold(q.astype(jnp.float32), m)
   k = heads_first(k.astype(jnp.float32))
   v = heads_first(v.astype(jnp.float32))
@@ -143,14 +145,20 @@ def _forward(q, k, v, segments, positions):
           _block(positions, key, keys, 1),
       )
 
-    rows = _block(queries, start * g, size * g, 2)
-    return _tile(rows, k, v, (start + size + keys - 1) // keys, visible)
+    return _tile(
+        _block(queries, start * g, size * g, 2),
+        lambda j: _block(k, j * keys, keys, 2),
+        lambda j: _block(v, j * keys, keys, 2),
+        t,
+        (start + size + keys - 1) // keys,
+        visible,
+    )
 
   tiles = lax.map(tile, jnp.arange(t // size, dtype=jnp.int32))
   out, peak, total = (
       x.transpose(1, 2, 0, 3, 4).reshape(*queries.shape[:3], -1) for x in tiles
   )
-  residuals = (out, peak, total, queries, k, v, segments, positions)
+  residuals += out, peak, total, segments, positions
   return unfold(out, n), residuals
 
 
@@ -174,25 +182,35 @@ def segment_attention(
     q: [B T N H], already scaled by H^-1/2.
     k: [B T M H].
     v: [B T M H].
-    segments: i32 [B T]; tokens see their own segment only.
+    segments: i32 [B T]; tokens see their own segment only. A segment is
+      contiguous and starts at a multiple of KEY_BLOCK.
     positions: i32 [B T], within the segment.
     implementation: see `launch`.
 
   Returns:
-    f32 [B T N H].
+    f32 [B T N H]; finite, but of no meaning, where no segment is (0).
 
   Raises:
     ValueError: T is not a multiple of KEY_BLOCK.
   """
-  launch.resolve(implementation)
-  return _segment_attention(q, k, v, segments, positions)
+  t = q.shape[1]
+  if t % contract.KEY_BLOCK:
+    raise ValueError(
+        f'rows of {t} tokens: must be a multiple of {contract.KEY_BLOCK}'
+    )
+  name = launch.resolve(implementation)
+  if name == launch.REFERENCE:
+    return _segment_attention(q, k, v, segments, positions)
+  return _kernel_attention(q, k, v, positions, name)
 
 
 def _backward(residuals, g):
-  out, peak, total, q, k, v, segments, positions = residuals
-  m, t = k.shape[1], k.shape[2]
-  groups = q.shape[2] // t
-  n = m * groups
+  *inputs, out, peak, total, segments, positions = residuals
+  q, k, v = (x.astype(jnp.float32) for x in inputs)
+  t, n = q.shape[1], q.shape[2]
+  m = k.shape[2]
+  groups = n // m
+  q, k, v = fold(q, m), heads_first(k), heads_first(v)
   size = 64 if t % 64 == 0 else contract.KEY_BLOCK
   g = fold(g.astype(jnp.float32), m)
   delta = jnp.sum(g * out, axis=-1, keepdims=True)
@@ -233,52 +251,145 @@ def _backward(residuals, g):
   dq, dk, dv = lax.fori_loop(
       0, t // size, query_chunk, tuple(jnp.zeros_like(x) for x in (q, k, v))
   )
-  return unfold(dq, n), heads_first(dk), heads_first(dv), None, None
+  grads = unfold(dq, n), heads_first(dk), heads_first(dv)
+  grads = (g.astype(x.dtype) for g, x in zip(grads, inputs, strict=True))
+  return *grads, None, None
 
 
 _segment_attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.named_call, name='decode_attention')
-def decode_attention(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _kernel_attention(q, k, v, positions, implementation):
+  return _kernel_forward(q, k, v, positions, implementation)[0]
+
+
+def _kernel_forward(q, k, v, positions, implementation):
+  from kernels_triton import attention_kernel  # needs triton
+
+  out, lse = attention_kernel.forward(q, k, v, positions, implementation)
+  return out, (q, k, v, positions, out, lse)
+
+
+def _kernel_backward(implementation, residuals, g):
+  from kernels_triton import attention_backward_kernel  # needs triton
+
+  q, k, v, positions, out, lse = residuals
+  grads = attention_backward_kernel.backward(
+      q, k, v, positions, out, lse, g, implementation
+  )
+  return *grads, None
+
+
+_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
+
+
+def _kernel_paged(*args):
+  from kernels_triton import attention_kernel  # needs triton
+
+  return attention_kernel.paged(*args)
+
+
+def _paged(q, k_pages, v_pages, table, positions):
+  """One tile per sequence: q [B Q N H], positions [B Q] -> [B Q N H]."""
+  keys = contract.KEY_BLOCK
+  count, n, m = q.shape[1], q.shape[2], k_pages.shape[1]
+  short = [(0, 0), (0, contract.QUERY_ROWS - count), (0, 0), (0, 0)]
+  rows = fold(jnp.pad(q.astype(jnp.float32), short), m)
+  last = jnp.pad(jnp.maximum(positions, 0), short[:2])
+  last = jnp.repeat(last, n // m, axis=1)[:, None, :, None]
+  ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
+
+  def blocks_of(pages):
+    def block(j):
+      chosen = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
+      return pages.at[chosen].get(mode='clip').astype(jnp.float32)
+
+    return block
+
+  out, _, _ = _tile(
+      rows,
+      blocks_of(k_pages),
+      blocks_of(v_pages),
+      table.shape[1] * keys,
+      jnp.max(last) // keys + 1,
+      lambda start: start + ids <= last,
+  )
+  return unfold(out, n)[:, :count]
+
+
+@functools.partial(jax.named_call, name='paged_attention')
+def paged_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
     positions: jax.Array,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-  """Attention of one new token per sequence to its cache.
+  """Attention of chunks of sequences to their pages, cut into query tiles.
+
+  Args:
+    q: [B QUERY_ROWS N H], already scaled; each tile is of one sequence.
+    k_pages: [P M KEY_BLOCK H], the keys of the new tokens included.
+    v_pages: [P M KEY_BLOCK H].
+    table: i32 [B S/KEY_BLOCK], pages of each tile's sequence in order; the
+      entries past its last page may be anything.
+    positions: i32 [B QUERY_ROWS] in the sequence; below 0 a row is not used.
+    implementation: see `launch`.
+
+  Returns:
+    f32 [B QUERY_ROWS N H]; unused rows hold finite numbers.
+  """
+  name = launch.resolve(implementation)
+  if name != launch.REFERENCE:
+    return _kernel_paged(q, k_pages, v_pages, table, positions, name)
+  # Tiles next to each other end at similar positions: a group visits only the
+  # key blocks that its own tiles need.
+  b = q.shape[0]
+  size = min(b, _GROUP)
+
+  def split(x):
+    pad = [(0, -b % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, pad).reshape(-1, size, *x.shape[1:])
+
+  def group(xs):
+    q, table, positions = xs
+    return _paged(q, k_pages, v_pages, table, positions)
+
+  out = lax.map(group, (split(q), split(table), split(positions)))
+  return out.reshape(-1, *q.shape[1:])[:b]
+
+
+@functools.partial(jax.named_call, name='paged_decode_attention')
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+  """Attention of one new token per sequence to its pages.
 
   The token is one live row of a full query tile: a smaller tile would compile
   to other instructions than the trainer's.
 
   Args:
     q: [B N H], already scaled.
-    k: [B M S H], the new key included; S a multiple of KEY_BLOCK.
-    v: [B M S H].
-    positions: i32 [B], of the new token.
+    k_pages: [P M KEY_BLOCK H], the new key included.
+    v_pages: [P M KEY_BLOCK H].
+    table: i32 [B S/KEY_BLOCK], as in `paged_attention`.
+    positions: i32 [B], of the new token; below 0 a row is not used.
     implementation: see `launch`.
 
   Returns:
     f32 [B N H].
   """
-  launch.resolve(implementation)
-  n, m = q.shape[1], k.shape[1]
-  keys = contract.KEY_BLOCK
-  pad = [(0, 0), (0, contract.QUERY_ROWS - 1), (0, 0), (0, 0)]
-  rows = fold(jnp.pad(q[:, None].astype(jnp.float32), pad), m)
-  ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
-
-  def visible(start):
-    return start + ids <= positions[:, None, None, None]
-
-  blocks = jnp.max(positions) // keys + 1
-  out, _, _ = _tile(
-      rows,
-      k.astype(jnp.float32),
-      v.astype(jnp.float32),
-      blocks,
-      visible,
-  )
-  return unfold(out, n)[:, 0]
+  q, positions = q[:, None], positions[:, None]
+  name = launch.resolve(implementation)
+  if name == launch.REFERENCE:
+    return _paged(q, k_pages, v_pages, table, positions)[:, 0]
+  return _kernel_paged(q, k_pages, v_pages, table, positions, name)[:, 0]

@@ -9,6 +9,7 @@ second. Import it only in a process started with TRITON_INTERPRET=1.
 
 from collections.abc import Mapping, Sequence
 import functools
+import inspect
 import threading
 from typing import Any
 
@@ -92,6 +93,19 @@ def _refuse_bf16(method):
 
 
 @functools.cache
+def _builtins(package):
+  return [n for n, f in inspect.getmembers(package) if tl.core.is_builtin(f)]
+
+
+def _patch_builtin(package, builder, scope):
+  """As Triton's, which lists the whole package at each call of a function."""
+  for name in _builtins(package):
+    member = getattr(package, name)
+    if tl.core.is_builtin(member):
+      interpreter._patch_attr(package, name, member, builder, scope)
+
+
+@functools.cache
 def _patch():
   """Makes bf16 mean what it means on a GPU; once per process."""
   builder = type(interpreter.interpreter_builder)
@@ -125,6 +139,7 @@ def _patch():
   interpreter._convert_float = convert_float
   builder.binary_op = _refuse_bf16(binary_op)
   builder.unary_op = _refuse_bf16(builder.unary_op)
+  interpreter._patch_builtin = _patch_builtin
   reduce = interpreter.ReduceScanOpInterface
   reduce.check_tensor = _refuse_bf16(reduce.check_tensor)
 

@@ -10,7 +10,9 @@ from kernels_triton import launch
 from kernels_triton import rmsnorm
 from kernels_triton import rows
 
-_BACKWARD_ROWS = 2048  # rows whose logits the backward holds at once
+# Rows, or on a GPU columns, whose logits the backward holds at once.
+_BACKWARD_ROWS = 2048
+_BACKWARD_COLUMNS = 16384
 
 
 def _block(eps, params, hidden):
@@ -39,7 +41,9 @@ def log_probs(
   Returns:
     f32 [n V].
   """
-  launch.resolve(implementation)
+  name = launch.resolve(implementation)
+  if name != launch.REFERENCE:
+    return _kernel_log_probs(params, hidden, eps, name)
   f = functools.partial(_block, eps)
   return rows.run_rows(f, params, hidden, implementation=launch.REFERENCE)
 
@@ -82,8 +86,11 @@ def target_log_probs(
   Returns:
     (log-probs f32 [n], entropy f32 [n] in nats).
   """
-  launch.resolve(implementation)
-  return _target_log_probs(params, hidden, targets, eps)
+  name = launch.resolve(implementation)
+  if name == launch.REFERENCE:
+    return _target_log_probs(params, hidden, targets, eps)
+  normed, unembed = _normed(params, hidden, eps, name)
+  return _kernel_target_log_probs(normed, unembed, targets, name)
 
 
 def _forward(params, hidden, targets, eps):
@@ -128,3 +135,70 @@ def _backward(eps, residuals, cotangents):
 
 
 _target_log_probs.defvjp(_forward, _backward)
+
+
+def _normed(params, hidden, eps, implementation):
+  """The operands of the product, both of the type of the hidden state."""
+  scale, unembed = params
+  normed = rmsnorm.rms_norm(hidden, scale, eps, implementation=implementation)
+  return normed.astype(hidden.dtype), unembed.astype(hidden.dtype)
+
+
+def _kernel_log_probs(params, hidden, eps, implementation):
+  from kernels_triton import logprob_kernel  # needs triton
+
+  normed, unembed = _normed(params, hidden, eps, implementation)
+  targets = jnp.zeros(hidden.shape[0], jnp.int32)
+  lse, _, _, logits = logprob_kernel.statistics(
+      normed, unembed, targets, implementation, keep=True
+  )
+  # The same subtraction as in `_kernel_forward`, hence the same bits.
+  return logits - lse[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kernel_target_log_probs(normed, unembed, targets, implementation):
+  return _kernel_forward(normed, unembed, targets, implementation)[0]
+
+
+def _kernel_forward(normed, unembed, targets, implementation):
+  from kernels_triton import logprob_kernel  # needs triton
+
+  lse, entropy, logit, _ = logprob_kernel.statistics(
+      normed, unembed, targets, implementation
+  )
+  return (logit - lse, entropy), (normed, unembed, targets, lse)
+
+
+def _kernel_backward(implementation, residuals, cotangents):
+  """Two plain matmuls per chunk of the vocabulary, chunks ascending."""
+  from kernels_triton import grouped_kernel  # needs triton
+  from kernels_triton import logprob_kernel
+
+  normed, unembed, targets, lse = residuals
+  one_group = launch.size(normed.shape[0])
+  vocab = unembed.shape[1]
+  d_normed = jnp.zeros(normed.shape, jnp.float32)
+  d_unembed = []
+  for start in range(0, vocab, _BACKWARD_COLUMNS):
+    columns = range(start, min(start + _BACKWARD_COLUMNS, vocab))
+    errors = logprob_kernel.errors(
+        normed, unembed, targets, lse, cotangents[0], columns, implementation
+    )
+    chunk = unembed[:, columns.start : columns.stop]
+    d_normed += grouped_kernel.rows_matmul(
+        errors,
+        chunk[None],
+        one_group,
+        transposed=True,
+        implementation=implementation,
+    )
+    part = grouped_kernel.weights_matmul(
+        normed, errors, one_group, implementation=implementation
+    )
+    d_unembed.append(part[0].astype(unembed.dtype))
+  d_unembed = jnp.concatenate(d_unembed, axis=1)
+  return d_normed.astype(normed.dtype), d_unembed, None
+
+
+_kernel_target_log_probs.defvjp(_kernel_forward, _kernel_backward)

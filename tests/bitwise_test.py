@@ -43,7 +43,7 @@ def _params(seed=0):
 
 
 @functools.cache
-def _texts(count=7):
+def _texts(count=33):
   rng = np.random.default_rng(1)
   lengths = rng.integers(33, _LENGTH, count)
   return tuple(rng.integers(0, _CFG.vocab, n).astype(np.int32) for n in lengths)
@@ -53,38 +53,59 @@ def _bits(x):
   return np.asarray(x, np.float32).view(np.uint32)
 
 
-_prefill = jax.jit(decode.prefill, static_argnames='cfg')
-_step = jax.jit(decode.step, static_argnames='cfg', donate_argnames='cache')
-_insert = jax.jit(decode.insert)
+_prefill = jax.jit(
+    decode.prefill, static_argnames='cfg', donate_argnames='pages'
+)
+_step = jax.jit(decode.step, static_argnames='cfg', donate_argnames='pages')
+_TILE = contract.QUERY_ROWS
 
 
-def _decoded(params, texts, prompt, cfg, slots=None):
-  """Log-prob of every token after the prompt, and routing of every input."""
-  n = len(texts)
-  slots = np.arange(n, dtype=np.int32) if slots is None else slots
-  width = -(-prompt // contract.KEY_BLOCK) * contract.KEY_BLOCK
-  tokens = np.zeros((n, width), np.int32)
+def _chunk(params, pages, text, start, stop, table, cfg):
+  """Prefills text[start:stop], padded to whole tiles."""
+  tokens = np.zeros(_LENGTH, np.int32)
+  positions = np.full(_LENGTH, -1, np.int32)
+  tokens[: stop - start] = text[start:stop]
+  positions[: stop - start] = np.arange(start, stop)
+  tokens, positions = (x.reshape(-1, _TILE) for x in (tokens, positions))
+  rows = np.broadcast_to(table, (len(tokens), len(table)))
+  pages, routing = _prefill(params, pages, tokens, positions, rows, cfg=cfg)
+  routing = np.asarray(routing).reshape(_LENGTH, *routing.shape[2:])
+  return pages, routing[: stop - start]
+
+
+def _decoded(params, texts, prompt, cfg, *, cut=None, swap=None):
+  """Log-prob of every token after the prompt, and routing of every input.
+
+  Args:
+    params: the model's.
+    texts: sequences to feed.
+    prompt: tokens of each that are prefilled.
+    cfg: the model.
+    cut: most tokens of a chunk of the prefill.
+    swap: (position, params) to go on with, or None.
+  """
+  n, width = len(texts), _LENGTH // contract.KEY_BLOCK
+  # Shuffled pages with gaps: where a sequence lies must not matter.
+  table = np.random.default_rng(2).permutation(n * width + 3)[: n * width]
+  table = table.reshape(n, width).astype(np.int32)
+  pages = decode.init_pages(cfg, n * width + 3)
+  logps, routes = [[] for _ in texts], [[] for _ in texts]
   for i, text in enumerate(texts):
-    tokens[i, :prompt] = text[:prompt]
-  done = _prefill(params, tokens, np.full(n, prompt, np.int32), cfg=cfg)
-  cache = decode.init_cache(cfg, int(slots.max()) + 1, _LENGTH)
-  rows = np.arange(n, dtype=np.int32)
-  cache = _insert(cache, done.k, done.v, rows, slots)
-  logps = [[np.asarray(done.logps)[i, t[prompt]]] for i, t in enumerate(texts)]
-  routes = [[*np.asarray(done.routing)[i, :prompt]] for i in range(n)]
-  width = int(slots.max()) + 1
+    for start in range(0, prompt, cut or prompt):
+      stop = min(start + (cut or prompt), prompt)
+      pages, routing = _chunk(params, pages, text, start, stop, table[i], cfg)
+      routes[i].extend(routing)
   for at in range(prompt, max(map(len, texts)) - 1):
-    fed = np.zeros(width, np.int32)
-    where = np.zeros(width, np.int32)
-    for i, text in enumerate(texts):
-      fed[slots[i]] = text[at] if at < len(text) else 0
-      where[slots[i]] = at
-    out, cache, routing = _step(params, cache, fed, where, cfg=cfg)
+    if swap is not None and at == swap[0]:
+      params = swap[1]
+    fed = np.array([t[at] if at < len(t) else 0 for t in texts], np.int32)
+    where = np.array([at if at < len(t) else -1 for t in texts], np.int32)
+    out, pages, routing = _step(params, pages, fed, where, table, cfg=cfg)
     out, routing = np.asarray(out), np.asarray(routing)
     for i, text in enumerate(texts):
       if at + 1 < len(text):
-        logps[i].append(out[slots[i], text[at + 1]])
-        routes[i].append(routing[slots[i]])
+        logps[i].append(out[i, text[at + 1]])
+        routes[i].append(routing[i])
   return [np.array(x) for x in logps], [np.array(x) for x in routes]
 
 
@@ -108,39 +129,49 @@ def _trained(params, texts, cfg, rows, tokens_per_row, devices):
 class BitwiseTest(parameterized.TestCase):
 
   @parameterized.product(
-      dtype=('float32', 'bfloat16'), batch=(1, 7), prompt=(5, 32)
+      dtype=('float32', 'bfloat16'),
+      batch=((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1)),
   )
-  def test_decode_equals_trainer(self, dtype, batch, prompt):
+  def test_decode_equals_trainer(self, dtype, batch):
+    count, prompt, cut = batch
     cfg = _cfg(dtype)
-    texts = _texts()[:batch]
-    # Shuffled slots with a gap: where a sequence sits must not matter.
-    slots = np.random.default_rng(2).permutation(batch + 1)[:batch]
-    logps, routes = _decoded(
-        _params(), texts, prompt, cfg, slots.astype(np.int32)
-    )
-    trained = _trained(_params(), _texts(), cfg, 8, 128, 2)
+    logps, routes = _decoded(_params(), _texts()[:count], prompt, cfg, cut=cut)
     # The trainer packs every text, decode runs the first few.
+    trained = _trained(_params(), _texts(), cfg, 24, 128, 2)
     for got, route, (want, want_route) in zip(
-        logps, routes, trained[:batch], strict=True
+        logps, routes, trained[:count], strict=True
     ):
-      np.testing.assert_array_equal(_bits(got), _bits(want[prompt:]))
+      np.testing.assert_array_equal(_bits(got), _bits(want[prompt + 1 :]))
       np.testing.assert_array_equal(route, want_route[:-1])
 
-  @parameterized.parameters((8, 64, 1), (4, 128, 2), (4, 256, 4), (8, 64, 4))
+  @parameterized.parameters(
+      (33, 64, 1), (18, 128, 2), (12, 256, 4), (36, 64, 4)
+  )
   def test_packing_and_devices_leave_the_bits(self, rows, length, devices):
     cfg = _cfg('float32')
-    want = _trained(_params(), _texts(), cfg, 8, 128, 2)
+    want = _trained(_params(), _texts(), cfg, 24, 128, 2)
     got = _trained(_params(), _texts(), cfg, rows, length, devices)
     for (a, r), (b, s) in zip(got, want, strict=True):
       np.testing.assert_array_equal(_bits(a[1:]), _bits(b[1:]))
       np.testing.assert_array_equal(r, s)
 
-  def test_prefill_cut_leaves_the_bits(self):
+  def test_a_swap_changes_later_tokens_only(self):
     cfg = _cfg('float32')
-    at5, _ = _decoded(_params(), _texts()[:2], 5, cfg)
-    at31, _ = _decoded(_params(), _texts()[:2], 31, cfg)
-    for a, b in zip(at5, at31, strict=True):
-      np.testing.assert_array_equal(_bits(a[26:]), _bits(b))
+    texts, prompt, at = _texts()[:3], 9, 20
+    old, _ = _decoded(_params(), texts, prompt, cfg)
+    swapped = [
+        _decoded(
+            _params(), texts[:n], prompt, cfg, swap=(at, _params(1)), cut=c
+        )
+        for n, c in ((3, None), (2, 5))
+    ]
+    for i in range(2):
+      alone, other = swapped[0][0][i], swapped[1][0][i]
+      np.testing.assert_array_equal(_bits(alone), _bits(other))
+      np.testing.assert_array_equal(swapped[0][1][i], swapped[1][1][i])
+      k = at - prompt
+      np.testing.assert_array_equal(_bits(alone[:k]), _bits(old[i][:k]))
+      self.assertTrue(np.all(_bits(alone[k:]) != _bits(old[i][k:])))
 
   def test_negative_control_naive_code_breaks_it(self):
     """Without the blocks the same comparison MUST fail, or it proves nothing."""

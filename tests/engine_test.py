@@ -29,7 +29,7 @@ _CFG = config.ModelConfig(
     moe_ffn=32,
 )
 _ROLLOUT = config.RolloutConfig(
-    slots=48, context_tokens=64, steps_per_sync=3, prefill_rows=8
+    slots=48, context_tokens=64, steps_per_sync=3, prefill_tokens=256
 )
 _FIELDS = ('tokens', 'sampled', 'logps', 'versions')
 _BLANK = 255

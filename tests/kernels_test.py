@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from composer_jax.weights import steps
 from kernels_triton import attention
 from kernels_triton import contract
+from kernels_triton import delta
 from kernels_triton import grouped
 from kernels_triton import logprob
 from kernels_triton import rmsnorm
 from kernels_triton import router
 from kernels_triton import rows
+from tests import delta_cases
 
 _RNG = np.random.default_rng(0)
 
@@ -99,6 +102,14 @@ class AttentionTest(parameterized.TestCase):
     want = jax.jit(jax.grad(plain, (0, 1, 2)))(*args)
     for a, b in zip(got, want, strict=True):
       _close(a, b, 1e-4)
+
+  def test_gradients_have_the_type_of_their_operands(self):
+    args = [x.astype(jnp.bfloat16) for x in (self.q, self.k, self.v)]
+    f = lambda *a: attention.segment_attention(
+        *a, self.segments, self.positions
+    ).sum()
+    for g in jax.jit(jax.grad(f, (0, 1, 2)))(*args):
+      self.assertEqual(g.dtype, jnp.bfloat16)
 
   def test_rows_that_do_not_fit_the_blocks_are_refused(self):
     q, k = _normal(1, 40, 2, 16), _normal(1, 40, 2, 16)
@@ -219,6 +230,27 @@ class LogprobTest(parameterized.TestCase):
     got = jax.grad(ours, (0, 1))(self.params, self.hidden)
     want = jax.grad(plain, (0, 1))(self.params, self.hidden)
     jax.tree.map(functools.partial(_close, tolerance=1e-4), got, want)
+
+
+class DeltaTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, 1), (delta.TILE, 9), (2 * delta.TILE + 5, 3000))
+  def test_steps_are_those_of_the_weight_store(self, n, changed):
+    old, new = delta_cases.words(n, changed)
+    want = steps.between(old, new)
+    old, new = jnp.asarray(old), jnp.asarray(new)
+    counts = delta.count(old, new)
+    self.assertEqual(int(counts.sum()), want.where.size)
+    got = delta.compact(old, new, counts, room=want.where.size + 2)
+    np.testing.assert_array_equal(got.where, [*want.where, n, n])
+    np.testing.assert_array_equal(got.step, [*want.step, 0, 0])
+    np.testing.assert_array_equal(delta.apply(old, got), new)
+    self.assertFalse(delta.count(new, new).any())
+
+  def test_other_words_are_refused(self):
+    floats = jnp.zeros(4, jnp.bfloat16)
+    with self.assertRaisesRegex(ValueError, 'bitcast'):
+      delta.count(floats, floats)
 
 
 class RowsTest(parameterized.TestCase):

@@ -43,7 +43,7 @@ def experiment() -> config.Experiment:
       corpus=config.CorpusConfig(max_bytes=150_000),
       midtrain=config.PhaseConfig(2, 4, 128),
       warmup=config.PhaseConfig(4, 4, 128, demo_fraction=0.5),
-      rollout=config.RolloutConfig(slots=32, prefill_rows=4),
+      rollout=config.RolloutConfig(slots=32, prefill_tokens=512),
       rl=config.RlConfig(
           steps=4,
           groups_per_step=2,

@@ -86,20 +86,18 @@ class VariantsTest(parameterized.TestCase):
     logps, routing = logps[rows, :_LENGTH], routing[rows, :_LENGTH]
     self.assertEqual(routing.shape, (3, _LENGTH, cfg.layers, cfg.top_k))
 
-    done = jax.jit(decode.prefill, static_argnames='cfg')(
-        params,
-        jnp.asarray(texts[:2, : contract.KEY_BLOCK]),
-        jnp.full(2, _PROMPT, jnp.int32),
-        cfg=cfg,
-    )
-    cache = decode.init_cache(cfg, 2, 64)
-    both = jnp.arange(2, dtype=jnp.int32)
-    cache = decode.insert(cache, done.k, done.v, both, both)
+    table = jnp.asarray([[3, 0], [1, 2]], jnp.int32)
+    pages = decode.init_pages(cfg, 4)
     advance = jax.jit(decode.step, static_argnames='cfg')
+    for at in range(_PROMPT):
+      where = jnp.full(2, at, jnp.int32)
+      _, pages, _ = advance(
+          params, pages, jnp.asarray(texts[:2, at]), where, table, cfg=cfg
+      )
     for at in range(_PROMPT, _LENGTH - 1):
       where = jnp.full(2, at, jnp.int32)
-      out, cache, used = advance(
-          params, cache, jnp.asarray(texts[:2, at]), where, cfg=cfg
+      out, pages, used = advance(
+          params, pages, jnp.asarray(texts[:2, at]), where, table, cfg=cfg
       )
       got = np.asarray(out)[np.arange(2), texts[:2, at + 1]]
       want = logps[:2, at + 1]

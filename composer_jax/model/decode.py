@@ -1,13 +1,15 @@
-"""The rollout side's forward: prefill, then one token at a time from a cache.
+"""The rollout side's forward: tokens in, keys and values into pages.
 
-Same layer function, same blocks and same constants as the trainer's forward,
-hence the same bits (`tests/bitwise_test.py`).
+Prompts and sampled tokens take one path; a chunk of a prompt is many tokens of
+one sequence, a decode step one token of many. Same layer function, same blocks
+and same constants as the trainer's forward, hence the same bits, however a
+prompt is cut and wherever its pages lie (`tests/bitwise_test.py`).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -18,165 +20,165 @@ from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
 from composer_jax.typing import typed
 from kernels_triton import attention as attention_kernel
+from kernels_triton import contract
 from kernels_triton import logprob
 
 
-class Cache(NamedTuple):
+class Pages(NamedTuple):
   """Keys and values per layer, so that an update touches one layer's array."""
 
-  k: tuple[jax.Array, ...]  # L x [slots M S H]
+  k: tuple[jax.Array, ...]  # L x [P M KEY_BLOCK H]
   v: tuple[jax.Array, ...]
 
 
-class Prefill(NamedTuple):
-  k: jax.Array  # [L P M T H]
-  v: jax.Array  # [L P M T H]
-  logps: jax.Array  # f32 [P V], of the token after the last real one
-  routing: jax.Array  # u8|u16 [P T L K]
-
-
-def init_cache(cfg: config.ModelConfig, slots: int, length: int) -> Cache:
-  """An empty cache for `slots` sequences of at most `length` tokens."""
-  shape = (slots, cfg.kv_heads, length, cfg.head_dim)
+def init_pages(cfg: config.ModelConfig, count: int) -> Pages:
+  """`count` empty pages of KEY_BLOCK tokens each."""
+  shape = (count, cfg.kv_heads, contract.KEY_BLOCK, cfg.head_dim)
   zeros = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.layers))
-  return Cache(zeros(), zeros())
+  return Pages(zeros(), zeros())
 
 
-def _head(params, hidden, cfg):
-  return logprob.log_probs(
-      (params.norm, params.unembed),
-      hidden,
-      eps=cfg.norm_eps,
-      implementation=cfg.kernels,
-  )
+def _forward(
+    params: params_lib.Params,
+    pages: Pages,
+    tokens: jax.Array,
+    positions: jax.Array,
+    table: jax.Array,
+    recorded: jax.Array,
+    attend: Callable[..., jax.Array],
+    cfg: config.ModelConfig,
+) -> tuple[jax.Array, Pages, jax.Array]:
+  """Feeds n tokens, each with its sequence's row of the page table.
+
+  Args:
+    params: the model's.
+    pages: to write to.
+    tokens: i32 [n].
+    positions: i32 [n], below 0 for padding, which writes nothing.
+    table: i32 [n S/KEY_BLOCK].
+    recorded: u8|u16 [n L K].
+    attend: (q [n N H], keys, values of the layer's pages) -> f32 [n N H].
+    cfg: the model.
+
+  Returns:
+    (hidden [n D], pages, routing u8|u16 [n L K]).
+  """
+  size = contract.KEY_BLOCK
+  x = params.embedding[tokens].astype(cfg.dtype)
+  at = jnp.maximum(positions, 0)
+  angles = jnp.asarray(attention.rope_table(cfg, table.shape[1] * size))[at]
+  page = jnp.take_along_axis(table, at[:, None] // size, axis=1)[:, 0]
+  page = jnp.where(positions < 0, pages.k[0].shape[0], page)
+  new_k, new_v, chosen = [], [], []
+  for layer in range(cfg.layers):
+    weights = jax.tree.map(lambda w, i=layer: w[i], params.layers)
+
+    def paged(q, k, v, i=layer):
+      put = lambda old, new: old.at[page, :, at % size].set(new, mode='drop')
+      new_k.append(put(pages.k[i], k))
+      new_v.append(put(pages.v[i], v))
+      return attend(q, new_k[i], new_v[i])
+
+    x, routed = transformer.block(
+        x, weights, angles, recorded[:, layer], paged, cfg
+    )
+    chosen.append(routed.experts)
+  routing = jnp.stack(chosen, axis=1).astype(trace.route_dtype(cfg.experts))
+  return x, Pages(tuple(new_k), tuple(new_v)), routing
 
 
 @typed
 def prefill(
     params: params_lib.Params,
-    tokens: Int[Array, 'P T'],
-    lengths: Int[Array, ' P'],
+    pages: Pages,
+    tokens: Int[Array, 'B Q'],
+    positions: Int[Array, 'B Q'],
+    table: Int[Array, 'B W'],
     *,
     cfg: config.ModelConfig,
     routing: Array | None = None,
-) -> Prefill:
-  """Computes keys, values and routing of whole prompts.
+) -> tuple[Pages, Array]:
+  """Feeds tiles of Q = QUERY_ROWS consecutive tokens of any sequences.
+
+  Every token sees what its pages hold up to its own position, so all the
+  earlier tokens of its sequence are in this call or were in a previous one.
 
   Args:
     params: the model's.
-    tokens: prompts, padded at the end; T a multiple of the key block.
-    lengths: real tokens of each row, at least 1.
+    pages: to write to; donate them.
+    tokens: ids.
+    positions: in the sequence; below 0 for padding, which writes nothing.
+    table: pages of each tile's sequence; an entry past the pool is skipped.
     cfg: the model.
-    routing: u8|u16 [P T L K] recorded earlier (it is obeyed), or None.
+    routing: u8|u16 [B Q L K] recorded earlier (it is obeyed), or None.
 
   Returns:
-    The cache rows, next-token log-probs and the routing of every token.
+    (pages, routing of every token u8|u16 [B Q L K]).
   """
-  p, t = tokens.shape
-  positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (p, t))
-  segments = (positions < lengths[:, None]).astype(jnp.int32)
+  b, q_rows = tokens.shape
   if routing is None:
-    routing = transformer.blank_routing(cfg, p, t)
-  x = params.embedding[tokens.reshape(-1)].astype(cfg.dtype)
-  angles = jnp.asarray(attention.rope_table(cfg, t))[positions.reshape(-1)]
+    routing = transformer.blank_routing(cfg, b, q_rows)
 
-  def body(x, xs):
-    weights, recorded = xs
-    kv = []
-
-    def attend(q, k, v):
-      q, k, v = (a.reshape(p, t, *a.shape[1:]) for a in (q, k, v))
-      kv.extend((k, v))
-      out = attention_kernel.segment_attention(
-          q, k, v, segments, positions, implementation=cfg.kernels
-      )
-      return out.reshape(p * t, *out.shape[2:])
-
-    x, routed = transformer.block(x, weights, angles, recorded, attend, cfg)
-    k, v = (attention_kernel.heads_first(a) for a in kv)
-    return x, (k, v, routed.experts)
-
-  x, (k, v, experts) = lax.scan(
-      body, x, (params.layers, transformer.layer_inputs(routing))
-  )
-  last = x.reshape(p, t, -1)[jnp.arange(p), lengths - 1]
-  used = experts.transpose(1, 0, 2).reshape(p, t, cfg.layers, cfg.top_k)
-  used = used.astype(trace.route_dtype(cfg.experts))
-  return Prefill(k, v, _head(params, last, cfg), used)
-
-
-@typed
-def insert(
-    cache: Cache,
-    k: Array,
-    v: Array,
-    rows: Int[Array, ' n'],
-    slots: Int[Array, ' n'],
-) -> Cache:
-  """Copies prefilled rows to slots: one row may fill a whole group's slots.
-
-  Args:
-    cache: to update (donate it).
-    k: [L P M T H] of a `Prefill`, T at most the cache's length.
-    v: [L P M T H].
-    rows: which prefilled row, per target.
-    slots: which slot, per target; a slot past the end is skipped.
-
-  Returns:
-    The updated cache.
-  """
-
-  def put(old, new):
-    return tuple(
-        o.at[slots, :, : n.shape[2]].set(n[rows], mode='drop')
-        for o, n in zip(old, new, strict=True)
+  def attend(q, k_pages, v_pages):
+    q = q.reshape(b, q_rows, *q.shape[1:])
+    out = attention_kernel.paged_attention(
+        q, k_pages, v_pages, table, positions, implementation=cfg.kernels
     )
+    return out.reshape(b * q_rows, *out.shape[2:])
 
-  return Cache(put(cache.k, k), put(cache.v, v))
+  _, pages, used = _forward(
+      params,
+      pages,
+      tokens.reshape(-1),
+      positions.reshape(-1),
+      jnp.repeat(table, q_rows, axis=0),
+      routing.reshape(b * q_rows, *routing.shape[2:]),
+      attend,
+      cfg,
+  )
+  return pages, used.reshape(routing.shape)
 
 
 @typed
 def step(
     params: params_lib.Params,
-    cache: Cache,
+    pages: Pages,
     tokens: Int[Array, ' n'],
     positions: Int[Array, ' n'],
+    table: Int[Array, 'n W'],
     *,
     cfg: config.ModelConfig,
-) -> tuple[Array, Cache, Array]:
-  """Feeds one token to each of the first n slots.
+    routing: Array | None = None,
+) -> tuple[Array, Pages, Array]:
+  """Feeds one token to each of n sequences.
 
   Args:
     params: the model's.
-    cache: [slots >= n ...]; donate it.
+    pages: to write to; donate them.
     tokens: ids to feed.
-    positions: where they stand, below the cache's length.
+    positions: where they stand; below 0 for a row that is not used.
+    table: pages of each sequence; an entry past the pool is skipped.
     cfg: the model.
+    routing: u8|u16 [n L K] recorded earlier (it is obeyed), or None.
 
   Returns:
-    (log-probs of the next token f32 [n V], cache, routing u8|u16 [n L K]).
+    (log-probs of the next token f32 [n V], pages, routing u8|u16 [n L K]).
   """
-  n = tokens.shape[0]
-  length = cache.k[0].shape[2]
-  x = params.embedding[tokens].astype(cfg.dtype)
-  angles = jnp.asarray(attention.rope_table(cfg, length))[positions]
-  blank = transformer.blank_routing(cfg, n)[:, 0]
-  ids = jnp.arange(n)
-  new_k, new_v, chosen = [], [], []
-  for layer in range(cfg.layers):
-    weights = jax.tree.map(lambda w, i=layer: w[i], params.layers)
+  if routing is None:
+    routing = transformer.blank_routing(cfg, tokens.shape[0])
 
-    def attend(q, k, v, i=layer):
-      keys = cache.k[i].at[ids, :, positions].set(k, unique_indices=True)
-      values = cache.v[i].at[ids, :, positions].set(v, unique_indices=True)
-      new_k.append(keys)
-      new_v.append(values)
-      return attention_kernel.decode_attention(
-          q, keys[:n], values[:n], positions, implementation=cfg.kernels
-      )
+  def attend(q, k_pages, v_pages):
+    return attention_kernel.paged_decode_attention(
+        q, k_pages, v_pages, table, positions, implementation=cfg.kernels
+    )
 
-    x, routed = transformer.block(x, weights, angles, blank, attend, cfg)
-    chosen.append(routed.experts)
-  routing = jnp.stack(chosen, axis=1).astype(trace.route_dtype(cfg.experts))
-  cache = Cache(tuple(new_k), tuple(new_v))
-  return _head(params, x, cfg), cache, routing
+  x, pages, used = _forward(
+      params, pages, tokens, positions, table, routing, attend, cfg
+  )
+  logps = logprob.log_probs(
+      (params.norm, params.unembed),
+      x,
+      eps=cfg.norm_eps,
+      implementation=cfg.kernels,
+  )
+  return logps, pages, used

@@ -1,11 +1,11 @@
-"""Continuous-batching decode engine: one thread, fixed slots, fixed shapes.
+"""Continuous batching: one thread, pages and slots on every device.
 
 The slots are shared out among lanes, one per device, which run at the same
 time. Between two blocks of decode steps the thread takes new weights if there
-are any, prefills what waits, and answers what has ended. Weights are swapped
-under running requests, on all lanes at once: their keys and values stay, every
-later token carries the new version, nothing is aborted. There is no cache
-between requests, so no prefill can outlive its weights.
+are any, admits what waits and fits, prefills a chunk of it, and answers what
+has ended. Weights are swapped on all lanes at once: running requests keep their
+keys and values, every later token carries the new version, nothing is aborted,
+and no new request reuses what other weights have computed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import threading
 import time
@@ -30,17 +31,7 @@ Request = slots_lib.Request
 Refresh = Callable[[], tuple[trace.WeightVersion, params_lib.Params] | None]
 compilations = runner.compilations
 
-
-@dataclasses.dataclass
-class Stats:
-  """Totals since the engine started."""
-
-  decoded_tokens: int = 0
-  prefill_tokens: int = 0  # a shared context counts once per lane
-  busy_seconds: float = 0.0  # prefilling or decoding
-  swaps: int = 0
-  swap_seconds: float = 0.0  # decoding stood still for new weights
-  aborted: int = 0  # requests that failed: the engine was closed or broke
+Stats = lane_lib.Stats
 
 
 class Engine:
@@ -75,16 +66,28 @@ class Engine:
       refresh: called between blocks; returns newer weights, or None.
     """
     self._poll = refresh
+    self._fresh = None  # newer weights that wait for turns to end
+    self._sync = rollout.swap == 'sync'
     self._version = version
+    self._stats = Stats()
     self.digests: dict[int, str] = {version.step: version.digest}
     self._lanes = []
-    for i, device in enumerate(devices[: rollout.slots]):
-      slots = len(range(i, rollout.slots, len(devices)))
-      share = dataclasses.replace(rollout, slots=slots)
-      self._lanes.append(lane_lib.Lane(cfg, share, params, device))
-    self._stats = Stats()
-    # Contexts in order of arrival, each with all that wait for it.
+    devices = devices[: rollout.slots]
+    tokens = rollout.cache_tokens
+    for i, device in enumerate(devices):
+      share = dataclasses.replace(
+          rollout,
+          slots=len(range(i, rollout.slots, len(devices))),
+          cache_tokens=tokens and tokens // len(devices),
+      )
+      self._lanes.append(
+          lane_lib.Lane(cfg, share, version, params, device, self._stats)
+      )
+    # Contexts in order of arrival, each with all that wait for it: new ones,
+    # and those that the thread has taken but that did not fit yet.
     self._waiting: dict[bytes, lane_lib.Group] = {}
+    self._taken: dict[bytes, lane_lib.Group] = {}
+    self._cancelled = threading.Event()
     self._open: set[futures.Future] = set()
     self._stopped: Exception | None = None
     self._changed = threading.Condition()
@@ -118,6 +121,8 @@ class Engine:
   def submit(self, request: Request) -> futures.Future[trace.TokenTrace]:
     """Queues one request; the result is the whole window.
 
+    Cancelling the future frees the request's pages before the next block.
+
     Raises:
       ValueError: the request could not be answered (`SlotTable.check`).
       RuntimeError: the engine has ended.
@@ -134,6 +139,8 @@ class Engine:
     for request in requests:
       self._lanes[0].table.check(request)
     waiting = [(r, futures.Future()) for r in requests]
+    for _, future in waiting:
+      future.add_done_callback(self._note_cancelled)
     with self._changed:
       if self._stopped is not None:
         raise RuntimeError('decode engine has ended') from self._stopped
@@ -144,16 +151,20 @@ class Engine:
       self._changed.notify()
     return [future for _, future in waiting]
 
+  def _note_cancelled(self, future: futures.Future) -> None:
+    if future.cancelled():
+      self._cancelled.set()
+
   def _run(self) -> None:
     try:
       while self._wait():
         # Before the refresh: what is submitted once new weights are ready must
         # be served by them, and not by those of a refresh just before.
-        batch = self._take()
-        self._refresh()
+        self._take()
+        if self._refresh():
+          self._admit()
         start = time.perf_counter()
-        self._admit(batch)
-        self._decode()
+        self._block()
         self._stats.busy_seconds += time.perf_counter() - start
     except Exception as error:  # handed to every caller below
       with self._changed:
@@ -164,82 +175,90 @@ class Engine:
     """Blocks until there is work; False once the engine is closed."""
     with self._changed:
       self._changed.wait_for(
-          lambda: self._stopped or self._waiting or any(map(_busy, self._lanes))
+          lambda: self._stopped or self._waiting or self._taken or self._busy()
       )
       return self._stopped is None
 
+  def _busy(self) -> bool:
+    return any(lane.busy for lane in self._lanes)
+
   def _fail_open(self) -> None:
     for future in list(self._open):
-      if future.running() or future.set_running_or_notify_cancel():
-        error = RuntimeError(f'decode engine has ended: {self._stopped!r}')
-        error.__cause__ = self._stopped
+      error = RuntimeError(f'decode engine has ended: {self._stopped!r}')
+      error.__cause__ = self._stopped
+      with contextlib.suppress(futures.InvalidStateError):  # cancelled
         future.set_exception(error)
         self._stats.aborted += 1
 
-  def _refresh(self) -> None:
+  def _take(self) -> None:
+    """Takes what was submitted, and lets go of what was cancelled."""
+    with self._changed:
+      for key, group in self._waiting.items():
+        self._taken.setdefault(key, []).extend(group)
+      self._waiting.clear()
+    if self._cancelled.is_set():
+      self._cancelled.clear()
+      for lane in self._lanes:
+        lane.cancel()
+      self._open = {f for f in self._open if not f.cancelled()}
+      for key, group in list(self._taken.items()):
+        left = [member for member in group if not member[1].cancelled()]
+        self._stats.cancelled += len(group) - len(left)
+        if left:
+          self._taken[key] = left
+        else:
+          del self._taken[key]
+
+  def _refresh(self) -> bool:
+    """Takes newer weights if there are any; False while they wait for turns."""
     start = time.perf_counter()
-    fresh = None if self._poll is None else self._poll()
-    if fresh is None:
-      return
-    version, params = fresh
+    self._fresh = (self._poll and self._poll()) or self._fresh
+    if self._fresh is None:
+      return True
+    if self._sync and self._busy():
+      return False
+    (version, params), self._fresh = self._fresh, None
     if version.step <= self._version.step:
       raise ValueError(
           f'weights step {version.step}: must be above the current'
           f' {self._version.step}; versions only go forward'
       )
     for lane in self._lanes:
-      lane.runner.swap(params)
+      lane.swap(version, params)
     self._version = version
     self.digests[version.step] = version.digest
-    self._stats.swaps += 1
-    self._stats.swap_seconds += time.perf_counter() - start
+    pause, stats = time.perf_counter() - start, self._stats
+    stats.swaps += 1
+    stats.swap_seconds += pause
+    stats.longest_swap_seconds = max(stats.longest_swap_seconds, pause)
+    return True
 
-  def _take(self) -> list[list[lane_lib.Group]]:
-    """Takes what fits, oldest first; returns each lane's groups.
+  def _admit(self) -> None:
+    """Hands what fits to the lanes, oldest first.
 
     A group goes whole to the lane with the most free slots, where it shares one
     prefill, and is split only if it does not fit there.
     """
-    batch = [[] for _ in self._lanes]
-    room = [lane.table.free for lane in self._lanes]
-    with self._changed:
-      for key, group in list(self._waiting.items()):
-        while group and any(room):
-          most = max(room)
-          i = room.index(most)
-          taken, group[:] = group[:most], group[most:]
-          running = [x for x in taken if x[1].set_running_or_notify_cancel()]
-          self._open.difference_update(f for _, f in taken if f.cancelled())
-          if running:
-            batch[i].append(running)
-            room[i] -= len(running)
-        if not group:
-          del self._waiting[key]
-    return batch
+    for key, group in list(self._taken.items()):
+      while group:
+        lane = max(self._lanes, key=lambda lane: lane.room)
+        count = lane.admit(group, self._version.step) if lane.room else 0
+        if not count:
+          return
+        del group[:count]
+      del self._taken[key]
 
-  def _admit(self, batch) -> None:
-    step, launched = self._version.step, []
-    for lane, groups in zip(self._lanes, batch, strict=True):
-      launched += lane.admit(groups, step)
-      self._stats.prefill_tokens += sum(len(g[0][0].context) for g in groups)
-    self._collect(launched)
-
-  def _decode(self) -> None:
+  def _block(self) -> None:
+    """Runs a block on every lane, and answers the windows it ended."""
     step = self._version.step
-    self._collect([lane.decode(step) for lane in self._lanes if _busy(lane)])
-
-  def _collect(self, launched: Sequence[lane_lib.Collect]) -> None:
-    """Waits for what all lanes run, and answers the windows it ended."""
+    launched = [run for lane in self._lanes for run in lane.launch(step)]
     for collect in launched:
       kept, answers = collect()
       self._stats.decoded_tokens += kept
       for future, window in answers:
         self._open.discard(future)
-        future.set_result(window)
-
-
-def _busy(lane: lane_lib.Lane) -> bool:
-  return lane.table.live.any()
+        with contextlib.suppress(futures.InvalidStateError):  # cancelled
+          future.set_result(window)
 
 
 def _context_key(context: trace.TokenTrace) -> bytes:

@@ -1,7 +1,9 @@
-"""Device side of the engine: weights, cache, and programs of fixed shapes.
+"""Device side of the engine: weights, pages, and programs of fixed shapes.
 
 Sizes come in a few buckets, so that after `Runner.warmup` nothing compiles.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 import functools
@@ -16,47 +18,56 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.model import transformer
 from composer_jax.rollout import sampling
 from kernels_triton import contract
 
-_prefill = jax.jit(decode.prefill, static_argnames='cfg')
+_MOVED = 16  # pages that one call reads or writes
 
-
-@functools.partial(jax.jit, static_argnames='cfg', donate_argnames='cache')
-def _insert(
-    cache, prefilled, rows, slots, seeds, positions, temperatures, *, cfg
-):
-  cache = decode.insert(cache, prefilled.k, prefilled.v, rows, slots)
-  logps = prefilled.logps[rows]
-  return cache, sampling.sample(
-      logps, seeds, positions, temperatures, implementation=cfg.kernels
-  )
+_prefill = jax.jit(
+    decode.prefill, static_argnames='cfg', donate_argnames='pages'
+)
 
 
 @functools.partial(
-    jax.jit, static_argnames=('cfg', 'steps'), donate_argnames='cache'
+    jax.jit, static_argnames=('cfg', 'steps'), donate_argnames='pages'
 )
 def _decode(
-    params, cache, tokens, positions, seeds, temperatures, *, cfg, steps
+    params, pages, table, tokens, positions, routing, seeds, heat, *, cfg, steps
 ):
-  last = cache.k[0].shape[2] - 1
+  last = table.shape[1] * contract.KEY_BLOCK - 1
 
   def body(carry, _):
-    cache, tokens, at = carry
-    logps, cache, routing = decode.step(params, cache, tokens, at, cfg=cfg)
-    drawn, picked = sampling.sample(
-        logps, seeds, at + 1, temperatures, implementation=cfg.kernels
+    pages, tokens, at, recorded = carry
+    logps, pages, routing = decode.step(
+        params, pages, tokens, at, table, cfg=cfg, routing=recorded
     )
-    carry = cache, drawn, jnp.minimum(at + 1, last)
-    return carry, (drawn, picked, routing)
+    drawn, picked = sampling.sample(
+        logps, seeds, at + 1, heat, implementation=cfg.kernels
+    )
+    at = jnp.where(at < 0, at, jnp.minimum(at + 1, last))
+    blank = transformer.blank_routing(cfg, tokens.shape[0])
+    return (pages, drawn, at, blank), (drawn, picked, routing)
 
-  carry, out = lax.scan(body, (cache, tokens, positions), length=steps)
+  carry = pages, tokens, positions, routing
+  carry, out = lax.scan(body, carry, length=steps)
   return carry[0], out
+
+
+@jax.jit
+def _read(pages, ids):
+  return jax.tree.map(lambda p: p.at[ids].get(mode='clip'), pages)
+
+
+@functools.partial(jax.jit, donate_argnames='pages')
+def _write(pages, ids, content):
+  put = lambda old, new: old.at[ids].set(new, mode='drop')
+  return jax.tree.map(put, pages, content)
 
 
 def compilations() -> int:
   """Programs compiled so far by all runners of this process."""
-  return sum(f._cache_size() for f in (_prefill, _insert, _decode))
+  return sum(f._cache_size() for f in (_prefill, _decode, _read, _write))
 
 
 def _geometric(first: int, last: int, factor: int) -> list[int]:
@@ -73,7 +84,13 @@ def _bucket(sizes: Sequence[int], n: int) -> int:
 
 
 class Runner:
-  """Owns the params and the cache on one device."""
+  """Owns the params and the pages on one device.
+
+  Attributes:
+    pages: number of pages; as an id it means no page.
+    width: pages of the longest sequence.
+    tiles: most query tiles of a prefill.
+  """
 
   def __init__(
       self,
@@ -83,15 +100,16 @@ class Runner:
       device: jax.Device,
   ) -> None:
     self._cfg, self._rollout, self._device = cfg, rollout, device
-    block = contract.KEY_BLOCK
-    self._length = -(-rollout.context_tokens // block) * block
-    self._lengths = _geometric(block, self._length, 2)
-    self._row_counts = _geometric(
-        max(rollout.prefill_rows // 4, 1), rollout.prefill_rows, 4
-    )
+    self.width = -(-rollout.context_tokens // contract.KEY_BLOCK)
+    if rollout.cache_tokens is None:
+      self.pages = rollout.slots * self.width
+    else:
+      self.pages = max(rollout.cache_tokens // contract.KEY_BLOCK, self.width)
+    self.tiles = rollout.prefill_tokens // contract.QUERY_ROWS
+    self._tile_counts = _geometric(min(16, self.tiles), self.tiles, 4)
     self._slot_counts = _geometric(16, rollout.slots, 4)
     self._params = self._copy(params)
-    self._cache = self._new_cache()
+    self._pages = self._new_pages()
 
   def _copy(self, params):
     # Never an alias: the caller may change or donate its arrays in place, and
@@ -99,12 +117,12 @@ class Runner:
     params = jax.tree.map(lambda x: x.copy(), params)
     return jax.block_until_ready(jax.device_put(params, self._device))
 
-  def _new_cache(self):
-    cache = decode.init_cache(self._cfg, self._rollout.slots, self._length)
-    return jax.device_put(cache, self._device)
+  def _new_pages(self):
+    pages = decode.init_pages(self._cfg, self.pages)
+    return jax.device_put(pages, self._device)
 
   def swap(self, params: params_lib.Params) -> None:
-    """Replaces the weights; the cache stays.
+    """Replaces the weights; the pages stay.
 
     Raises:
       ValueError: other shapes or types, which would compile anew.
@@ -120,102 +138,117 @@ class Runner:
       )
     self._params = self._copy(params)
 
-  def padded_length(self, tokens: int) -> int:
-    """Length that a context of so many tokens is prefilled at."""
-    return _bucket(self._lengths, tokens)
-
-  def prefill(self, contexts: Sequence[trace.TokenTrace]) -> decode.Prefill:
-    """Prefills up to `prefill_rows` contexts, obeying recorded routes.
+  def prefill(
+      self,
+      tokens: np.ndarray,
+      positions: np.ndarray,
+      table: np.ndarray,
+      routing: np.ndarray,
+  ) -> Any:
+    """Feeds at most `tiles` query tiles, obeying recorded routes.
 
     So keys and values fit the routes that the trainer will replay, whichever
     weights recorded them.
-    """
-    longest = max(len(c) for c in contexts)
-    return self._prefill(
-        contexts,
-        _bucket(self._row_counts, len(contexts)),
-        self.padded_length(longest),
-    )
-
-  def _prefill(self, contexts, rows, length):
-    cfg, dtype = self._cfg, trace.route_dtype(self._cfg.experts)
-    tokens = np.zeros((rows, length), np.int32)
-    lengths = np.ones(rows, np.int32)
-    shape = (rows, length, cfg.layers, cfg.top_k)
-    routing = np.full(shape, trace.blank_route(dtype), dtype)
-    for i, context in enumerate(contexts):
-      n = lengths[i] = len(context)
-      tokens[i, :n] = context.tokens
-      if context.routing is not None:
-        routing[i, :n] = context.routing.experts
-    return _prefill(self._params, tokens, lengths, cfg=cfg, routing=routing)
-
-  def start(
-      self,
-      prefilled: decode.Prefill,
-      rows: np.ndarray,
-      slots: np.ndarray,
-      *sampler: np.ndarray,
-  ) -> list[Any]:
-    """Copies prefilled rows to slots and draws the first token of each.
 
     Args:
-      prefilled: from `prefill`.
-      rows: i32 [n], any n.
-      slots: i32 [n].
-      *sampler: seeds, positions, temperatures [n] of the tokens.
+      tokens: i32 [B Q].
+      positions: i32 [B Q], below 0 for padding.
+      table: i32 [B width].
+      routing: [B Q L K], blank where unknown.
 
     Returns:
-      Chunks of (tokens, log-probs) on the device; the first n entries count.
+      Routing of all tokens on the device, [>= B Q L K].
     """
-    size, chunks = self._rollout.prefill_rows, []
-    for i in range(0, len(rows), size):
-      part = [x[i : i + size] for x in (rows, slots, *sampler)]
-      self._cache, drawn = self._insert(self._cache, prefilled, part)
-      chunks.append(drawn)
-    return chunks
+    tail = _bucket(self._tile_counts, len(tokens)) - len(tokens)
 
-  def _insert(self, cache, prefilled, arrays):
-    size = self._rollout.prefill_rows
-    padded = [np.zeros(size, x.dtype) for x in arrays]
-    padded[1][:] = self._rollout.slots  # past the end: skipped
-    for whole, some in zip(padded, arrays, strict=True):
-      whole[: len(some)] = some
-    return _insert(cache, prefilled, *padded, cfg=self._cfg)
+    def pad(x, value):
+      fill = np.full((tail, *x.shape[1:]), value, x.dtype)
+      return np.concatenate([x, fill])
+
+    self._pages, used = _prefill(
+        self._params,
+        self._pages,
+        pad(tokens, 0),
+        pad(positions, -1),
+        pad(table, 0),
+        cfg=self._cfg,
+        routing=pad(routing, trace.blank_route(routing.dtype)),
+    )
+    return used
 
   def decode(self, n: int, *inputs: np.ndarray) -> Any:
     """Runs `steps_per_sync` = k steps of at least the first n slots.
 
-    A window that ends inside the block runs on to the block's end: its slot is
-    its own, and the host keeps nothing of the excess.
+    A window that ends inside the block runs on to the block's end: its pages
+    are its own, and the host keeps nothing of the excess.
 
     Args:
       n: slots that matter.
-      *inputs: tokens, positions, seeds, temperatures of all slots [N].
+      *inputs: of all slots: page table [N width], tokens, positions (below 0
+        where nothing runs), recorded routing of these tokens [N L K], seeds,
+        temperatures.
 
     Returns:
       (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the
       device, which may read the inputs in place until it is done.
     """
     n = _bucket(self._slot_counts, n)
-    inputs = [x[:n] for x in inputs]
-    self._cache, out = self._decode(self._cache, inputs)
+    self._pages, out = self._decode(self._pages, [x[:n] for x in inputs])
     return out
 
-  def _decode(self, cache, inputs):
+  def _decode(self, pages, inputs):
     steps = self._rollout.steps_per_sync
-    return _decode(self._params, cache, *inputs, cfg=self._cfg, steps=steps)
+    return _decode(self._params, pages, *inputs, cfg=self._cfg, steps=steps)
+
+  def _ids(self, ids: Sequence[int]) -> list[np.ndarray]:
+    padded = np.full(-(-len(ids) // _MOVED) * _MOVED, self.pages, np.int32)
+    padded[: len(ids)] = ids
+    return list(padded.reshape(-1, _MOVED))
+
+  def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copies pages on the device."""
+    pairs = zip(self._ids(sources), self._ids(targets), strict=True)
+    for source, target in pairs:
+      content = _read(self._pages, source)
+      self._pages = _write(self._pages, target, content)
+
+  def save(self, ids: Sequence[int]) -> list[decode.Pages]:
+    """Content of pages, on the host; waits for what runs."""
+    return [jax.device_get(_read(self._pages, x)) for x in self._ids(ids)]
+
+  def load(self, ids: Sequence[int], content: Sequence[decode.Pages]) -> None:
+    """Writes what `save` returned to as many pages."""
+    for x, part in zip(self._ids(ids), content, strict=True):
+      self._pages = _write(self._pages, x, part)
 
   def warmup(self) -> None:
-    """Compiles every shape on a cache of its own; may run beside requests."""
-    kinds = (np.int32, np.int32, np.uint32, np.int32, np.float32)
-    nothing = [np.zeros(0, k) for k in kinds]
-    cache = self._new_cache()
-    for length in self._lengths:
-      for count in self._row_counts:
-        prefilled = self._prefill([], count, length)
-        cache, _ = self._insert(cache, prefilled, nothing)
+    """Compiles every shape on pages of its own; may run beside requests."""
+    cfg, pages = self._cfg, self._new_pages()
+    dtype = trace.route_dtype(cfg.experts)
+    routes = cfg.layers, cfg.top_k
+    for b in self._tile_counts:
+      shape = b, contract.QUERY_ROWS
+      pages, _ = _prefill(
+          self._params,
+          pages,
+          np.zeros(shape, np.int32),
+          np.full(shape, -1, np.int32),
+          np.zeros((b, self.width), np.int32),
+          cfg=cfg,
+          routing=np.zeros((*shape, *routes), dtype),
+      )
     for n in self._slot_counts:
-      kinds = (np.int32, np.int32, np.uint32, np.float32)
-      cache, _ = self._decode(cache, [np.zeros(n, k) for k in kinds])
-    jax.block_until_ready(cache)
+      inputs = (
+          np.zeros((n, self.width), np.int32),
+          np.zeros(n, np.int32),
+          np.full(n, -1, np.int32),
+          np.zeros((n, *routes), dtype),
+          np.zeros(n, np.uint32),
+          np.zeros(n, np.float32),
+      )
+      pages, _ = self._decode(pages, inputs)
+    (nothing,) = self._ids([self.pages])
+    content = _read(pages, nothing)
+    pages = _write(pages, nothing, content)
+    pages = _write(pages, nothing, jax.device_get(content))
+    jax.block_until_ready(pages)

@@ -27,6 +27,7 @@ class Request:
     stop: ids that end the sample (and belong to it).
     seed: u32; with a token's position it fixes the token's noise.
     temperature: 0 is greedy. Log-probs are always those at temperature 1.
+    stop_sequences: runs of sampled ids that end the sample like `stop`.
   """
 
   context: trace.TokenTrace
@@ -34,16 +35,22 @@ class Request:
   stop: frozenset[int]
   seed: int
   temperature: float = 1.0
+  stop_sequences: tuple[tuple[int, ...], ...] = ()
 
 
 class SlotTable:
-  """Windows that are being decoded.
+  """Windows that are being answered.
 
   Attributes:
-    live: bool [N].
+    live: bool [N], being decoded; an admitted window is not while its context
+      is prefilled, or while it has no pages.
     length: i32 [N], known tokens of the window; the last one is the next
-      input. 1 for a free slot, which decodes garbage nobody reads.
+      input.
+    limit: i32 [N], most tokens of the window.
+    order: i64 [N], rank by time of admission.
     tokens: i32 [N S+k]; a block may run k-1 tokens past a window's end.
+    routing: [N S+k L K], blank where nothing is known yet.
+    blank: id that marks an unknown route.
     seeds: u32 [N].
     temperatures: f32 [N].
   """
@@ -54,7 +61,7 @@ class SlotTable:
     n, room = rollout.slots, rollout.context_tokens + rollout.steps_per_sync
     self._context_tokens = rollout.context_tokens
     self._route_dtype = trace.route_dtype(cfg.experts)
-    self._blank = trace.blank_route(self._route_dtype)
+    self.blank = trace.blank_route(self._route_dtype)
     self._route_shape = (cfg.layers, cfg.top_k)
     self._vocab = cfg.vocab
     self.live = np.zeros(n, bool)
@@ -62,12 +69,16 @@ class SlotTable:
     self.tokens = np.zeros((n, room), np.int32)
     self.seeds = np.zeros(n, np.uint32)
     self.temperatures = np.zeros(n, np.float32)
-    self._limit = np.ones(n, np.int32)
+    self.limit = np.ones(n, np.int32)
+    self.order = np.zeros(n, np.int64)
+    self._admitted = 0
     self._stop = np.zeros((n, cfg.vocab), bool)
     self._sampled = np.zeros((n, room), bool)
     self._logps = np.zeros((n, room), np.float32)
     self._versions = np.zeros((n, room), np.int32)
-    self._routing = np.zeros((n, room, *self._route_shape), self._route_dtype)
+    shape = n, room, *self._route_shape
+    self.routing = np.full(shape, self.blank, self._route_dtype)
+    self._requests: list[Request | None] = [None] * n
     self._futures: list[futures.Future | None] = [None] * n
     self._free = list(range(n))  # a heap: low slots first keep blocks small
 
@@ -122,6 +133,12 @@ class SlotTable:
           f'Request.stop={sorted(request.stop)}: must be in [0,'
           f' {self._vocab - 1}]'
       )
+    if not all(request.stop_sequences):
+      raise ValueError('Request.stop_sequences: holds an empty one; drop it')
+
+  def limit_of(self, request: Request) -> int:
+    """Most tokens of the request's window."""
+    return min(len(request.context) + request.max_tokens, self._context_tokens)
 
   def admit(
       self, request: Request, future: futures.Future, version: int
@@ -129,12 +146,13 @@ class SlotTable:
     """Gives the request the lowest free slot; returns it."""
     slot = heapq.heappop(self._free)
     context, n = request.context, len(request.context)
-    self.live[slot] = True
+    self._admitted += 1
+    self.order[slot] = self._admitted
     self.length[slot] = n
     self.tokens[slot, :n] = context.tokens
     self.seeds[slot] = request.seed
     self.temperatures[slot] = request.temperature
-    self._limit[slot] = min(n + request.max_tokens, self._context_tokens)
+    self.limit[slot] = self.limit_of(request)
     self._stop[slot] = False
     self._stop[slot, list(request.stop)] = True
     self._sampled[slot, :n] = context.sampled
@@ -142,18 +160,35 @@ class SlotTable:
     self._versions[slot, :n] = np.where(
         context.versions < 0, version, context.versions
     )
-    self._routing[slot, :n] = (
-        self._blank if context.routing is None else context.routing.experts
-    )
-    self._futures[slot] = future
+    self.routing[slot] = self.blank
+    if context.routing is not None:
+      self.routing[slot, :n] = context.routing.experts
+    self._requests[slot], self._futures[slot] = request, future
     return slot
 
-  def fill_routing(self, slot: int, routing: np.ndarray) -> None:
-    """Takes the prefill's routing [T L K] where the context had none."""
-    n = self.length[slot]
-    recorded = self._routing[slot, :n]
-    blank = recorded[..., :1] == self._blank
-    self._routing[slot, :n] = np.where(blank, routing[:n], recorded)
+  def asked_routing(self, slot: int, start: int, stop: int) -> np.ndarray:
+    """Routes as the request recorded them, blank where it did not."""
+    shape = stop - start, *self._route_shape
+    rows = np.full(shape, self.blank, self._route_dtype)
+    context = self._requests[slot].context
+    if context.routing is not None:
+      recorded = context.routing.experts[start:stop]
+      rows[: len(recorded)] = recorded
+    return rows
+
+  def fill_routing(self, slot: int, start: int, used: np.ndarray) -> None:
+    """Takes the routing [T L K] from `start` on where none was recorded."""
+    recorded = self.routing[slot, start : start + len(used)]
+    blank = recorded[..., :1] == self.blank
+    recorded[...] = np.where(blank, used, recorded)
+
+  def cancelled(self) -> list[int]:
+    """Slots whose caller does not want the answer any more."""
+    return [
+        slot
+        for slot, future in enumerate(self._futures)
+        if future is not None and future.cancelled()
+    ]
 
   def append(
       self,
@@ -161,7 +196,7 @@ class SlotTable:
       tokens: np.ndarray,
       logps: np.ndarray,
       version: int,
-      routing: np.ndarray | None = None,
+      routing: np.ndarray,
   ) -> tuple[int, np.ndarray]:
     """Appends k sampled tokens to each slot, up to the window's end.
 
@@ -170,8 +205,7 @@ class SlotTable:
       tokens: i32 [n k].
       logps: f32 [n k].
       version: weight step that computed them.
-      routing: [n k L K], the routing of each token's INPUT; None if the
-        prefill already gave it.
+      routing: [n k L K], the routing of each token's INPUT.
 
     Returns:
       (number of tokens kept, slots whose window has ended).
@@ -182,20 +216,29 @@ class SlotTable:
     self._sampled[row, at] = True
     self._logps[row, at] = logps
     self._versions[row, at] = version
-    if routing is not None:
-      self._routing[row, at - 1] = routing
-    last = self._stop[row, tokens] | (at + 1 >= self._limit[row])
+    self.routing[row, at - 1] = routing
+    last = self._stop[row, tokens] | (at + 1 >= self.limit[row])
+    for i, slot in enumerate(slots):
+      for sequence in self._requests[slot].stop_sequences:
+        last[i] |= self._sequence_ends(slot, at[i], sequence)
     ended = last.any(axis=1)
     kept = np.where(ended, last.argmax(axis=1) + 1, k)
     self.length[slots] += kept.astype(np.int32)
     return int(kept.sum()), slots[ended]
 
+  def _sequence_ends(self, slot, at, sequence) -> np.ndarray:
+    """bool [k], whether a sampled `sequence` ends at these indices."""
+    first = at[:, None] - np.arange(len(sequence))[::-1]
+    begin = len(self._requests[slot].context)
+    same = self.tokens[slot][np.maximum(first, 0)] == np.array(sequence)
+    return (same & (first >= begin)).all(axis=1)
+
   def release(self, slot: int) -> tuple[futures.Future, trace.TokenTrace]:
     """Frees the slot; returns its future and the finished window."""
     n = self.length[slot]
-    routing = self._routing[slot, :n].copy()
+    routing = self.routing[slot, :n].copy()
     # A block may have run on past the end, another may not: always blank.
-    routing[-1] = self._blank
+    routing[-1] = self.blank
     window = trace.TokenTrace(
         tokens=self.tokens[slot, :n].copy(),
         sampled=self._sampled[slot, :n].copy(),
@@ -204,6 +247,7 @@ class SlotTable:
         routing=trace.RoutingTrace(routing),
     )
     future, self._futures[slot] = self._futures[slot], None
+    self._requests[slot] = None
     self.live[slot] = False
     self.length[slot] = 1
     heapq.heappush(self._free, slot)

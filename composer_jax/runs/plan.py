@@ -127,10 +127,9 @@ def _memory(cfg: config.Experiment) -> _Rows:
   moments = jax.eval_shape(cfg.rl_optimizer.build().init, masters)
   cache = jax.eval_shape(
       functools.partial(
-          decode.init_cache,
+          decode.init_pages,
           cfg.model,
-          cfg.rollout.slots,
-          cfg.rollout.context_tokens,
+          _pages(cfg.rollout),
       )
   )
   sizes = {
@@ -146,6 +145,13 @@ def _memory(cfg: config.Experiment) -> _Rows:
   yield 'sum', f'{_mib(sum(sizes.values()))}, programs and libraries apart'
 
 
+def _pages(rollout: config.RolloutConfig) -> int:
+  size = contract.KEY_BLOCK
+  if rollout.cache_tokens is None:
+    return rollout.slots * -(-rollout.context_tokens // size)
+  return rollout.cache_tokens // size
+
+
 def _activation_bytes(cfg: config.Experiment) -> int:
   """What the backward pass of the largest micro-batch keeps, roughly."""
   m = cfg.model
@@ -159,9 +165,7 @@ def _programs(cfg: config.Experiment) -> _Rows:
   for name, (rows, tokens) in _shapes(cfg).items():
     yield f'{name} step', f'tokens [{rows} {tokens}]'
   r = cfg.rollout
-  yield 'prefill', (
-      f'up to [{r.prefill_rows} {r.context_tokens}], in a few sizes'
-  )
+  yield 'prefill', f'up to {r.prefill_tokens} tokens, in a few sizes'
   yield 'decode', (
       f'up to {r.slots} slots x {r.steps_per_sync} steps, in a few sizes'
   )

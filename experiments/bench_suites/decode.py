@@ -57,7 +57,6 @@ def _compare(
       slots=batch,
       context_tokens=context,
       steps_per_sync=_STEPS_PER_SYNC,
-      prefill_rows=min(batch, 16),
   )
   version = trace.WeightVersion(0, '', None)
   devices = jax.devices()[:2]
