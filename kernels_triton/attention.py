@@ -274,7 +274,10 @@ def _kernel_forward(q, k, v, positions, implementation):
 def _kernel_backward(implementation, residuals, g):
   from kernels_triton import attention_backward_kernel  # needs triton
 
-  grads = attention_backward_kernel.backward(*residuals, g, implementation)
+  q, k, v, positions, out, lse = residuals
+  grads = attention_backward_kernel.backward(
+      q, k, v, positions, out, lse, g, implementation
+  )
   return *grads, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 from unittest import mock
 
@@ -33,7 +33,7 @@ def segment_attention(q, k, v, segments, positions, *, implementation=None):
   return jnp.einsum('bmgts,bsmh->btmgh', p, v).reshape(b, t, n, h)
 
 
-def target_log_probs(params, hidden, targets, *, eps, implementation=None):
+def target_log_probs(params, hidden, targets, eps, *, implementation=None):
   """All logits at once; see `logprob.target_log_probs`."""
   del implementation
   scale, unembed = map(_wide, params)
@@ -47,7 +47,7 @@ def target_log_probs(params, hidden, targets, *, eps, implementation=None):
 
 
 @contextlib.contextmanager
-def replaced() -> Iterator[None]:
+def replaced() -> Generator[None]:
   """Whatever is traced meanwhile uses plain ops, but the experts' tile map."""
   with contextlib.ExitStack() as stack:
     for module, name, plain in (

@@ -11,6 +11,7 @@ from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
+from kernels_triton import contract
 from kernels_triton import grouped
 from kernels_triton import launch
 from kernels_triton import matmul
@@ -140,25 +141,36 @@ class ContractTest(parameterized.TestCase):
       return logps, out.routing
 
     want, want_routing = map(np.asarray, trained(params))
-    # One sequence alone, cut elsewhere, in another slot.
-    done = jax.jit(decode.prefill, static_argnames='cfg')(
-        params, tokens[1:, :32], jnp.asarray([30], jnp.int32), cfg=cfg
+    # One sequence alone, on pages in another order, in tiles of the prefill.
+    table = jnp.asarray([[2, 0]], jnp.int32)
+    tile = contract.QUERY_ROWS
+    prompt = 32 - tile // 2  # the last tile is half full
+    ids = jnp.arange(32, dtype=jnp.int32).reshape(-1, tile)
+    pages, _ = jax.jit(decode.prefill, static_argnames='cfg')(
+        params,
+        decode.init_pages(cfg, 3),
+        tokens[1, :32].reshape(-1, tile),
+        jnp.where(ids < prompt, ids, -1),
+        jnp.repeat(table, len(ids), axis=0),
+        cfg=cfg,
     )
-    cache = decode.init_cache(cfg, 3, 64)
-    slot = jnp.asarray([2], jnp.int32)
-    first = jnp.zeros(1, jnp.int32)
-    cache = decode.insert(cache, done.k, done.v, first, slot)
     step = jax.jit(decode.step, static_argnames='cfg')
-    for at in (30, 31, 32):
-      fed = jnp.zeros(3, jnp.int32).at[2].set(tokens[1, at])
-      logps, cache, routing = step(
-          params, cache, fed, jnp.full(3, at, jnp.int32), cfg=cfg
+    unused = jnp.asarray([-1, 0, -1], jnp.int32)
+    tables = jnp.asarray([[9, 9], [2, 0], [9, 9]], jnp.int32)
+    for at in range(prompt, 35):
+      logps, pages, routing = step(
+          params,
+          pages,
+          jnp.full(3, tokens[1, at]),
+          jnp.where(unused < 0, -1, at),
+          tables,
+          cfg=cfg,
       )
-      picked = np.asarray(logps)[2, tokens[1, at + 1]]
+      picked = np.asarray(logps)[1, tokens[1, at + 1]]
       np.testing.assert_array_equal(
           kernel_cases.bits(picked), kernel_cases.bits(want[1, at])
       )
-      np.testing.assert_array_equal(routing[2], want_routing[1, at])
+      np.testing.assert_array_equal(routing[1], want_routing[1, at])
 
   def test_unknown_implementation_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'cuda'.*must be"):

@@ -116,11 +116,16 @@ class LowerTest(parameterized.TestCase):
         kernels='triton',
     )
     params = params_lib.abstract(cfg)
-    cache = jax.eval_shape(lambda: decode.init_cache(cfg, 4, 64))
+    pages = jax.eval_shape(lambda: decode.init_pages(cfg, 8))
     ids = _Shape((4,), jnp.int32)
     forward = {'rms_norm_forward', 'grouped_rows', 'route_forward'}
     got = self._compiled(
-        lambda *args: decode.step(*args, cfg=cfg), params, cache, ids, ids
+        lambda *args: decode.step(*args, cfg=cfg),
+        params,
+        pages,
+        ids,
+        ids,
+        _Shape((4, 2), jnp.int32),
     )
     self.assertLessEqual(forward, set(got))
 
