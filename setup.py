@@ -24,7 +24,7 @@ _CORE = [
     'zstandard',
 ]
 
-_KERNELS = ['jax-triton==0.3.1', 'triton>=3.6,<3.10']
+_KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
 setuptools.setup(
     name='composer_jax',

@@ -40,12 +40,13 @@ def main(work: Callable[..., bool]) -> int:
   from composer_jax.runs import pipeline
   from experiments import machine
   from kernels_triton import contract
+  from kernels_triton import launch as kernels
 
   devices = machine.setup_devices(cfg, absl_flags.FLAGS.compilation_cache)
   facts = manifest.build(
       cfg,
       devices=[*devices.train, devices.rollout],
-      contract=contract.constants(),
+      contract=contract.constants() | kernels.facts(cfg.model.kernels),
       xla_flags=os.environ.get('XLA_FLAGS', ''),
       command=flags.command(),
   )

@@ -7,13 +7,17 @@ import triton.language as tl
 
 from kernels_triton import launch
 
-_BACKWARD_ROWS = 32  # rows whose scale gradient one program sums, ascending
-_SUM_WIDTH = 64  # columns per program of the second sum
-
 CONFIGS = {
-    ('float32', 90): launch.Config({}, warps=4, stages=1),
-    ('bfloat16', 90): launch.Config({}, warps=4, stages=1),
+    (dtype, 90): launch.Config({}, warps=4, stages=1)
+    for dtype in ('float32', 'bfloat16')
 }
+# A program sums the scale's gradient over ROWS rows, ascending; another sums
+# the sums, BD columns at a time.
+BACKWARD_CONFIGS = {
+    (dtype, 90): launch.Config({'ROWS': 32}, warps=4, stages=1)
+    for dtype in ('float32', 'bfloat16')
+}
+SUM_CONFIGS = {('float32', 90): launch.Config({'BD': 64}, warps=4, stages=1)}
 
 
 @triton.jit
@@ -98,8 +102,8 @@ def forward(x, scale, eps, implementation):
 def backward(x, scale, inverse, dy, implementation):
   """Returns (dx, dscale), each in the type of its primal."""
   n, d = x.shape
-  config = launch.config(CONFIGS, x.dtype, implementation)
-  chunks = -(-n // _BACKWARD_ROWS)
+  config = launch.config(BACKWARD_CONFIGS, x.dtype, implementation)
+  chunks = triton.cdiv(n, config.tiles['ROWS'])
   dx, partial = launch.call(
       rms_norm_backward,
       x,
@@ -116,17 +120,16 @@ def backward(x, scale, inverse, dy, implementation):
       implementation=implementation,
       D=d,
       BD=triton.next_power_of_2(d),
-      ROWS=_BACKWARD_ROWS,
   )
+  config = launch.config(SUM_CONFIGS, partial.dtype, implementation)
   (dscale,) = launch.call(
       sum_rows,
       partial,
       launch.size(chunks),
       out=[jax.ShapeDtypeStruct((d,), jnp.float32)],
-      grid=(-(-d // _SUM_WIDTH),),
+      grid=(triton.cdiv(d, config.tiles['BD']),),
       config=config,
       implementation=implementation,
       D=d,
-      BD=_SUM_WIDTH,
   )
   return dx, dscale.astype(scale.dtype)
