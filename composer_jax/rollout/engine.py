@@ -118,6 +118,11 @@ class Engine:
     """A copy of the totals."""
     return dataclasses.replace(self._stats)
 
+  def free(self) -> tuple[int, int]:
+    """Pages and slots that no request holds."""
+    lanes = self._lanes
+    return sum(x.free_pages for x in lanes), sum(x.table.free for x in lanes)
+
   def submit(self, request: Request) -> futures.Future[trace.TokenTrace]:
     """Queues one request; the result is the whole window.
 
