@@ -1,5 +1,6 @@
 """A small page pool changes when requests run, and never what they say."""
 
+from concurrent import futures
 import dataclasses
 import threading
 
@@ -115,10 +116,8 @@ class TightTest(parameterized.TestCase):
     with _engine(refresh=refresh) as engine:
       pending += engine.submit_group(requests)
       submitted.set()
-      got = [
-          None if f.cancelled() else lib.digest(f.result(timeout=60))
-          for f in pending
-      ]
+      futures.wait(pending, timeout=60)
+      got = [None if f.cancelled() else lib.digest(f.result()) for f in pending]
       lib.run(engine, requests[:1])
       self.assertEqual(engine.stats().cancelled, 3)
       self.assertEqual(engine.stats().aborted, 0)
