@@ -5,8 +5,9 @@ from xml.etree import ElementTree
 from absl.testing import absltest
 import numpy as np
 
-from experiments.bench_suites import masters
 from experiments.bench_suites import delta
+from experiments.bench_suites import masters
+from experiments.bench_suites import paired
 
 
 class WeightsSuiteTest(absltest.TestCase):
@@ -29,12 +30,12 @@ class WeightsSuiteTest(absltest.TestCase):
     self.assertGreater((next(versions) != next(versions)).mean(), 0.05)
 
   def test_figures_say_what_was_missed(self):
-    self.assertIn('MISSED', str(delta.Figure('x', 1.0, '', least=2.0)))
-    self.assertIn('ok', str(delta.Figure('x', 1.0, '', most=2.0)))
+    self.assertIn('MISSED', str(paired.Figure('x', 1.0, '', least=2.0)))
+    self.assertIn('ok', str(paired.Figure('x', 1.0, '', most=2.0)))
 
   def test_plot(self):
     results = [
-        delta.Figure(f'lr {rate:g} {label} ratio', 100 / (i + 1), 'x')
+        paired.Figure(f'lr {rate:g} {label} ratio', 100 / (i + 1), 'x')
         for i, rate in enumerate((1e-7, 1e-6, 3e-6, 1e-5))
         for label in ('F', 'E', 'D2', 'xor+zstd1', 'int32+bf16')
     ]

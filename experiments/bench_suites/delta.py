@@ -7,11 +7,9 @@ gives the same bytes. The peer is XOR with the last version through zstd 1.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
 import tempfile
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,38 +33,6 @@ _ANCHORS = (('vendor blog', 50), ('SparrowRL', 79), ('PULSE', 130))
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-  """A number that does not depend on the machine's speed.
-
-  Attributes:
-    name: what it is of.
-    value: in `unit`.
-    unit: such as 'x' for ratios.
-    least: smallest value that we promise, or None.
-    most: largest value that we promise, or None.
-  """
-
-  name: str
-  value: float
-  unit: str
-  least: float | None = None
-  most: float | None = None
-
-  def as_json(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
-
-  def __str__(self) -> str:
-    out = f'{self.name}: {self.value:.4g} {self.unit}'
-    for bound, ok in (
-        (self.least, self.least is None or self.value >= self.least),
-        (self.most, self.most is None or self.value <= self.most),
-    ):
-      if bound is not None:
-        out += f' (target {bound:g}: {"ok" if ok else "MISSED"})'
-    return out
-
-
 def _tiles(pair: Pair) -> list[Pair]:
   cuts = range(0, pair[0].size, _TILE)
   return [(pair[0][i : i + _TILE], pair[1][i : i + _TILE]) for i in cuts]
@@ -84,11 +50,11 @@ _COMPRESS = zstandard.ZstdCompressor(level=1)
 _EXPAND = zstandard.ZstdDecompressor()
 
 
-def sizes_of(name: str, pair: Pair, strict: bool) -> list[Figure]:
+def sizes_of(name: str, pair: Pair, strict: bool) -> list[paired.Figure]:
   """Size figures of one pair of versions; `strict` if the bars apply."""
   tiles = _tiles(pair)
   full, changed = pair[0].nbytes, int((pair[0] != pair[1]).sum())
-  out = [Figure(f'{name} changed', 100 * changed / pair[0].size, '%')]
+  out = [paired.Figure(f'{name} changed', 100 * changed / pair[0].size, '%')]
   sizes = {'int32+bf16': 6 * changed}
   sizes['xor+zstd1'] = sum(len(_xor(*t)) for t in tiles)
   for label, kind in _CODECS.items():
@@ -100,14 +66,14 @@ def sizes_of(name: str, pair: Pair, strict: bool) -> list[Figure]:
   for label, size in sizes.items():
     least = 150 if strict and label == 'E' else None
     out += [
-        Figure(f'{name} {label} ratio', full / size, 'x', least),
-        Figure(
+        paired.Figure(f'{name} {label} ratio', full / size, 'x', least),
+        paired.Figure(
             f'{name} {label} per change',
             8 * size / changed,
             'bits',
             most=bits.get(label),
         ),
-        Figure(
+        paired.Figure(
             f'{name} {label} of the bound',
             limit / (8 * size),
             '',
@@ -117,7 +83,9 @@ def sizes_of(name: str, pair: Pair, strict: bool) -> list[Figure]:
     if label in _CODECS:
       ratio = sizes['xor+zstd1'] / size
       out.append(
-          Figure(f'{name} {label} against xor', ratio, 'x', smaller.get(label))
+          paired.Figure(
+              f'{name} {label} against xor', ratio, 'x', smaller.get(label)
+          )
       )
   return out
 
@@ -218,7 +186,7 @@ def _end_to_end(pair: Pair, pairs: int) -> paired.Result:
     )
 
 
-def _chain(versions: int, values: int) -> list[Figure]:
+def _chain(versions: int, values: int) -> list[paired.Figure]:
   """Bytes to join at the end of a chain, and amortised over it."""
   url = 'memory://bench-chain/'
   publisher = publish.Publisher(url, config.WeightsConfig(), 'bench')
@@ -238,11 +206,11 @@ def _chain(versions: int, values: int) -> list[Figure]:
   sent = sum(d.bytes + d.skip_bytes for d in done[1:]) + base
   join = sum(edge.nbytes for edge in fetched)
   return [
-      Figure(
+      paired.Figure(
           f'join after {versions - 1} deltas', join / base, 'bases', most=1.3
       ),
-      Figure('ratio with bases and skips', versions * base / sent, 'x'),
-      Figure(
+      paired.Figure('ratio with bases and skips', versions * base / sent, 'x'),
+      paired.Figure(
           'ratio of deltas alone',
           base * (versions - 1) / sum(d.bytes for d in done[1:]),
           'x',
@@ -250,7 +218,7 @@ def _chain(versions: int, values: int) -> list[Figure]:
   ]
 
 
-def slice_of(pair: Pair) -> list[Figure]:
+def slice_of(pair: Pair) -> list[paired.Figure]:
   """An eighth of the tiles, as a share of the bytes of all of them."""
   named = [_as_named(words) for words in pair]
   url = 'memory://bench-slice/'
@@ -274,9 +242,11 @@ def slice_of(pair: Pair) -> list[Figure]:
     sizes[whole] = sum(n for k, n in found if k.startswith('d/'))
     requests[whole] = len(found)
   return [
-      Figure('bytes of an eighth', sizes[False] / sizes[True], '', most=0.145),
-      Figure('requests of an eighth', requests[False], '', most=4),
-      Figure('requests of all', requests[True], '', most=4),
+      paired.Figure(
+          'bytes of an eighth', sizes[False] / sizes[True], '', most=0.145
+      ),
+      paired.Figure('requests of an eighth', requests[False], '', most=4),
+      paired.Figure('requests of all', requests[True], '', most=4),
   ]
 
 
@@ -292,7 +262,9 @@ class _Counting:
     return future
 
 
-def run(*, pairs: int, values: int = 1 << 23) -> list[Figure | paired.Result]:
+def run(
+    *, pairs: int, values: int = 1 << 23
+) -> list[paired.Figure | paired.Result]:
   """All figures; `values` weights for sizes and speeds."""
   out = []
   reference = None
@@ -311,7 +283,7 @@ def run(*, pairs: int, values: int = 1 << 23) -> list[Figure | paired.Result]:
   return out
 
 
-def plot(results: list[Figure | paired.Result]) -> str:
+def plot(results: list[paired.Figure | paired.Result]) -> str:
   """Ratio against learning rate as an SVG, with what others published."""
   lines = {
       label: [
