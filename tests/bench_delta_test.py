@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 from absl.testing import absltest
 import numpy as np
 
-from experiments.bench_suites import masters
 from experiments.bench_suites import delta
+from experiments.bench_suites import masters
 from experiments.bench_suites import paired
 
 
