@@ -18,6 +18,7 @@ from absl import flags
 from experiments import flags as binary
 
 _SUITES = ('train', 'decode', 'delta', 'kernels', 'sandbox')
+_WITH_PEER = ('train', 'decode')  # suites that compare with transformers
 _PACKAGES = ('jax', 'jaxlib', 'torch', 'transformers')
 
 _SUITE = flags.DEFINE_enum('suite', 'train', _SUITES, 'What to measure.')
@@ -70,7 +71,7 @@ def main() -> None:
   results = suite.run(pairs=_PAIRS.value)
   for result in results:
     print(result)
-  if not mixtral.installed():
+  if _SUITE.value in _WITH_PEER and not mixtral.installed():
     print("no peer to compare with: pip install -e '.[peers]'")
   if _JSON.value:
     write(_JSON.value, _SUITE.value, before, results)

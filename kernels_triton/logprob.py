@@ -177,18 +177,24 @@ def _kernel_backward(implementation, residuals, cotangents):
 
   normed, unembed, targets, lse = residuals
   one_group = launch.size(normed.shape[0])
-  vocab = unembed.shape[1]
   d_normed = jnp.zeros(normed.shape, jnp.float32)
   d_unembed = []
-  for start in range(0, vocab, _BACKWARD_COLUMNS):
-    columns = range(start, min(start + _BACKWARD_COLUMNS, vocab))
+  for chunk in range(-(-unembed.shape[1] // _BACKWARD_COLUMNS)):
     errors = logprob_kernel.errors(
-        normed, unembed, targets, lse, cotangents[0], columns, implementation
+        normed,
+        unembed,
+        targets,
+        lse,
+        cotangents[0],
+        chunk,
+        _BACKWARD_COLUMNS,
+        implementation,
     )
-    chunk = unembed[:, columns.start : columns.stop]
+    start = chunk * _BACKWARD_COLUMNS
+    weights = unembed[:, start : start + _BACKWARD_COLUMNS]
     d_normed += grouped_kernel.rows_matmul(
         errors,
-        chunk[None],
+        weights[None],
         one_group,
         transposed=True,
         implementation=implementation,

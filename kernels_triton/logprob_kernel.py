@@ -151,8 +151,9 @@ def errors_kernel(
     lse,
     g,
     count,
+    chunk,
     out,
-    FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
@@ -160,14 +161,15 @@ def errors_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-  """out [n WIDTH]: (onehot - softmax) * g of WIDTH columns from FIRST.
+  """out [n WIDTH]: (onehot - softmax) * g of a chunk of the vocabulary.
 
-  g f32 [n]: cotangent of the log-prob.
+  g f32 [n]: cotangent of the log-prob. chunk i32 [1]: its number; it starts at
+  a multiple of CHUNK columns and has WIDTH of them.
   """
   n = tl.load(count)
   rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
   inner = tl.program_id(1) * COLS + tl.arange(0, COLS)
-  cols = FIRST + inner
+  cols = tl.load(chunk) * CHUNK + inner
   live = rows < n
   known = inner < WIDTH
   s = _logits(x, w, rows, cols, live, known, D, V, ROWS, COLS, DEPTH)
@@ -241,13 +243,15 @@ def errors(
     targets: jax.Array,
     lse: jax.Array,
     g: jax.Array,
-    columns: range,
+    chunk: int,
+    columns: int,
     implementation: str,
 ) -> jax.Array:
-  """(onehot - softmax) * g for some columns of the vocabulary, [n columns]."""
+  """(onehot - softmax) * g for the chunk-th `columns` of the vocabulary."""
   n, depth = normed.shape
+  vocab = unembed.shape[1]
   config = launch.config(CONFIGS, normed.dtype, implementation)
-  width = len(columns)
+  width = min(columns, vocab - chunk * columns)
   (out,) = launch.call(
       errors_kernel,
       normed,
@@ -256,13 +260,14 @@ def errors(
       lse,
       g,
       launch.size(n),
+      launch.size(chunk),  # an operand: all chunks but the last share a program
       out=(_spec((n, width), normed.dtype),),
       grid=(-(-n // config.tiles['ROWS']), -(-width // config.tiles['COLS'])),
       config=config,
       implementation=implementation,
-      FIRST=columns.start,
+      CHUNK=columns,
       WIDTH=width,
       D=depth,
-      V=unembed.shape[1],
+      V=vocab,
   )
   return out

@@ -32,7 +32,8 @@ def _backward(eps, implementation, residuals, dy):
   del eps
   from kernels_triton import rmsnorm_kernel  # needs triton
 
-  return rmsnorm_kernel.backward(*residuals, dy, implementation)
+  x, scale, inverse = residuals
+  return rmsnorm_kernel.backward(x, scale, inverse, dy, implementation)
 
 
 _rms_norm.defvjp(_forward, _backward)

@@ -158,8 +158,10 @@ def _forward(logits, bias, recorded, rule, implementation):
 def _backward(rule, implementation, residuals, cotangents):
   from kernels_triton import router_kernel  # needs triton
 
-  dgates = cotangents[0]
-  dlogits = router_kernel.backward(*residuals, dgates, rule, implementation)
+  logits, experts = residuals
+  dlogits = router_kernel.backward(
+      logits, experts, cotangents[0], rule, implementation
+  )
   return dlogits, None, None
 
 

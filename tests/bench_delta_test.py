@@ -4,8 +4,8 @@ from absl.testing import absltest
 import numpy as np
 from tests import plots_text
 
-from experiments.bench_suites import masters
 from experiments.bench_suites import delta
+from experiments.bench_suites import masters
 from experiments.bench_suites import paired
 
 

@@ -90,12 +90,23 @@ class SuiteTest(absltest.TestCase):
     self.assertEqual(bool(r.peer), mixtral.installed())
 
   def test_decode(self):
-    (r,) = decode.run(
-        pairs=1, cfg=_SMALL, batches=(3,), prompt_tokens=8, new_tokens=24
+    out = decode.run(
+        pairs=1,
+        cfg=_SMALL,
+        batches=(3,),
+        prompt_tokens=8,
+        new_tokens=24,
+        group=6,
+        arrivals=5,
     )
+    r = out[0]
     self.assertEqual(r.name, 'decode batch 3')
     self.assertGreater(r.ours[0], 0)
     self.assertEqual(bool(r.peer), mixtral.installed())
+    figures = {f.name: f.value for f in out[1:]}
+    self.assertLen(figures, 8)
+    self.assertEqual(figures.pop('requests aborted by swaps'), 0)
+    self.assertGreater(min(figures.values()), 0)
 
   def test_sandbox(self):
     figures = {f.name: f for f in sandbox.run(pairs=1)}

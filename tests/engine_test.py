@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import hashlib
 import random
 import threading
 
@@ -14,134 +13,16 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.model import params as params_lib
-from composer_jax.model import transformer
 from composer_jax.rollout import engine as engine_lib
+from tests import engine_requests as lib
 
-_CFG = config.ModelConfig(
-    vocab=64,
-    layers=2,
-    embed=32,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=16,
-    experts=4,
-    moe_ffn=32,
-)
 _ROLLOUT = config.RolloutConfig(
     slots=48, context_tokens=64, steps_per_sync=3, prefill_tokens=256
 )
-_FIELDS = ('tokens', 'sampled', 'logps', 'versions')
-_BLANK = 255
 
 
-def _params(seed, scale=1.5):
-  """Random weights; the scaled head makes the samples less uniform."""
-  params = params_lib.init(_CFG, jax.random.key(seed))
-  params = params.replace(unembed=params.unembed * scale)
-  return params_lib.publish_dtype(params)
-
-
-_PARAMS = [_params(i) for i in range(5)]
-
-
-def _version(step):
-  return trace.WeightVersion(step, f'digest-{step}', None)
-
-
-def _engine(*, lanes=2, params=_PARAMS[0], refresh=None):
-  return engine_lib.Engine(
-      _CFG,
-      _ROLLOUT,
-      _version(0),
-      params,
-      devices=jax.devices()[:lanes],
-      refresh=refresh,
-  )
-
-
-def _context(tokens, routing=None):
-  n = len(tokens)
-  return trace.TokenTrace(
-      tokens=np.asarray(tokens, np.int32),
-      sampled=np.zeros(n, bool),
-      logps=np.zeros(n, np.float32),
-      versions=np.full(n, -1, np.int32),
-      routing=routing,
-  )
-
-
-def _request(seed, *, tokens=None, max_tokens=12, stop=(), temperature=1.0):
-  rng = np.random.default_rng(seed)
-  if tokens is None:
-    tokens = rng.integers(0, _CFG.vocab, rng.integers(1, 45))
-  return engine_lib.Request(
-      _context(tokens), max_tokens, frozenset(stop), seed, temperature
-  )
-
-
-def _digest(window):
-  arrays = [getattr(window, f) for f in _FIELDS] + [window.routing.experts]
-  return hashlib.sha256(b'|'.join(a.tobytes() for a in arrays)).hexdigest()
-
-
-def _run(engine, requests):
-  pending = [engine.submit(r) for r in requests]
-  return [f.result(timeout=60) for f in pending]
-
-
-def _cut(window, n, routing=True):
-  """The first n tokens as a context, its last route blank as in a trace."""
-  experts = window.routing.experts[:n].copy()
-  experts[-1] = _BLANK
-  return trace.TokenTrace(
-      *(getattr(window, f)[:n] for f in _FIELDS),
-      routing=trace.RoutingTrace(experts) if routing else None,
-  )
-
-
-def _append(window, tokens):
-  """The window plus tool output, as the next turn's context."""
-  extra = _context(tokens)
-  blank = np.full(
-      (len(tokens), *window.routing.experts.shape[1:]), _BLANK, np.uint8
-  )
-  return trace.TokenTrace(
-      *(
-          np.concatenate([getattr(window, f), getattr(extra, f)])
-          for f in _FIELDS
-      ),
-      routing=trace.RoutingTrace(
-          np.concatenate([window.routing.experts, blank])
-      ),
-  )
-
-
-@jax.jit
-def _trainer_logps(params, tokens, segments, positions, routing):
-  out = transformer.forward(
-      params, tokens, segments, positions, cfg=_CFG, routing=routing
-  )
-  targets = jnp.roll(tokens, -1, axis=1)
-  return transformer.token_logps(params, out.hidden, targets, cfg=_CFG)[0]
-
-
-def _score(params, window):
-  """Log-prob of token t + 1 for every t, by the trainer's forward."""
-  n, size = len(window), _ROLLOUT.context_tokens
-
-  def pad(x, value):
-    tail = np.full((size - n, *x.shape[1:]), value, x.dtype)
-    return np.concatenate([x, tail])[None]
-
-  logps = _trainer_logps(
-      params,
-      pad(window.tokens, 0),
-      pad(np.ones(n, np.int32), 0),
-      np.arange(size, dtype=np.int32)[None],
-      pad(window.routing.experts, _BLANK),
-  )
-  return np.asarray(logps)[0, : n - 1]
+def _engine(*, lanes=2, params=None, refresh=None):
+  return lib.engine(_ROLLOUT, lanes=lanes, params=params, refresh=refresh)
 
 
 class EngineTest(parameterized.TestCase):
@@ -157,31 +38,31 @@ class EngineTest(parameterized.TestCase):
     super().tearDownClass()
 
   def test_bits_do_not_depend_on_company_or_order(self):
-    requests = [_request(i, max_tokens=1 + i % 17) for i in range(41)]
-    alone = [_digest(_run(self.engine, [r])[0]) for r in requests[:6]]
+    requests = [lib.request(i, max_tokens=1 + i % 17) for i in range(41)]
+    alone = [lib.digest(lib.run(self.engine, [r])[0]) for r in requests[:6]]
     for shuffle in range(2):
       order = list(range(41))
       random.Random(shuffle).shuffle(order)
-      windows = _run(self.engine, [requests[i] for i in order])
-      together = {i: _digest(w) for i, w in zip(order, windows, strict=True)}
+      windows = lib.run(self.engine, [requests[i] for i in order])
+      together = {i: lib.digest(w) for i, w in zip(order, windows, strict=True)}
       self.assertEqual(alone, [together[i] for i in range(6)])
 
   def test_logps_are_the_trainers_bits(self):
-    windows = _run(self.engine, [_request(i) for i in range(8)])
+    windows = lib.run(self.engine, [lib.request(i) for i in range(8)])
     for window in windows:
-      scored = _score(_PARAMS[0], window)
+      scored = lib.score(lib.PARAMS[0], window)
       drawn = window.sampled[1:]
       self.assertEqual(
           scored[drawn].tobytes(), window.logps[1:][drawn].tobytes()
       )
     # The comparison can fail: one weight moved by one bf16 step is seen.
-    moved = _PARAMS[0].norm.at[0].multiply(1 + 2**-7)
-    other = _score(_PARAMS[0].replace(norm=moved), window)
+    moved = lib.PARAMS[0].norm.at[0].multiply(1 + 2**-7)
+    other = lib.score(lib.PARAMS[0].replace(norm=moved), window)
     self.assertFalse(np.array_equal(other, scored))
 
   def test_window_holds_context_then_sample(self):
-    request = _request(3, max_tokens=9)
-    window = _run(self.engine, [request])[0]
+    request = lib.request(3, max_tokens=9)
+    window = lib.run(self.engine, [request])[0]
     n = len(request.context)
     self.assertLen(window, n + 9)
     np.testing.assert_array_equal(window.tokens[:n], request.context.tokens)
@@ -191,79 +72,82 @@ class EngineTest(parameterized.TestCase):
     self.assertTrue(np.all(window.versions == 0))
     experts = window.routing.experts
     self.assertEqual(experts.dtype, np.uint8)
-    self.assertTrue(np.all(experts[:-1] < _CFG.experts))
-    self.assertTrue(np.all(experts[-1] == _BLANK))
+    self.assertTrue(np.all(experts[:-1] < lib.CFG.experts))
+    self.assertTrue(np.all(experts[-1] == lib.BLANK))
     self.assertTrue(np.all(experts[:-1, :, 0] != experts[:-1, :, 1]))
 
   def test_seed_decides_the_sample(self):
     tokens = list(range(20))
-    windows = _run(self.engine, [_request(s, tokens=tokens) for s in (1, 2, 1)])
-    self.assertEqual(_digest(windows[0]), _digest(windows[2]))
-    self.assertNotEqual(_digest(windows[0]), _digest(windows[1]))
+    windows = lib.run(
+        self.engine, [lib.request(s, tokens=tokens) for s in (1, 2, 1)]
+    )
+    self.assertEqual(lib.digest(windows[0]), lib.digest(windows[2]))
+    self.assertNotEqual(lib.digest(windows[0]), lib.digest(windows[1]))
 
   def test_greedy_ignores_the_seed(self):
-    windows = _run(
+    windows = lib.run(
         self.engine,
-        [_request(s, tokens=[7, 8], temperature=0.0) for s in (1, 2)],
+        [lib.request(s, tokens=[7, 8], temperature=0.0) for s in (1, 2)],
     )
-    self.assertEqual(_digest(windows[0]), _digest(windows[1]))
+    self.assertEqual(lib.digest(windows[0]), lib.digest(windows[1]))
 
   @parameterized.parameters(True, False)
   def test_resuming_a_cut_window_gives_the_same_bits(self, with_routing):
-    request = _request(5, max_tokens=14)
-    whole = _run(self.engine, [request])[0]
+    request = lib.request(5, max_tokens=14)
+    whole = lib.run(self.engine, [request])[0]
     cuts = [
         engine_lib.Request(
-            _cut(whole, len(request.context) + i, with_routing),
+            lib.cut(whole, len(request.context) + i, with_routing),
             14 - i,
             frozenset(),
             request.seed,
         )
         for i in (1, 5, 13)
     ]
-    for window in _run(self.engine, cuts):
-      self.assertEqual(_digest(whole), _digest(window))
+    for window in lib.run(self.engine, cuts):
+      self.assertEqual(lib.digest(whole), lib.digest(window))
 
   def test_shared_prefill_equals_separate_prefills(self):
-    requests = [_request(i, tokens=range(30)) for i in range(20)]
+    requests = [lib.request(i, tokens=range(30)) for i in range(20)]
     before = self.engine.stats().prefill_tokens
     group = [f.result(timeout=60) for f in self.engine.submit_group(requests)]
     shared = self.engine.stats().prefill_tokens
     self.assertEqual(shared - before, 30)
-    alone = [_run(self.engine, [r])[0] for r in requests[:5]]
+    alone = [lib.run(self.engine, [r])[0] for r in requests[:5]]
     self.assertEqual(self.engine.stats().prefill_tokens - shared, 5 * 30)
     self.assertEqual(
-        [_digest(w) for w in group[:5]], [_digest(w) for w in alone]
+        [lib.digest(w) for w in group[:5]], [lib.digest(w) for w in alone]
     )
-    self.assertGreater(len({_digest(w) for w in group}), 15)
+    self.assertGreater(len({lib.digest(w) for w in group}), 15)
 
   def test_more_requests_than_slots(self):
-    requests = [_request(i, tokens=range(5)) for i in range(130)]
+    requests = [lib.request(i, tokens=range(5)) for i in range(130)]
     windows = [f.result(timeout=60) for f in self.engine.submit_group(requests)]
     self.assertEqual(
-        _digest(windows[127]), _digest(_run(self.engine, requests[127:128])[0])
+        lib.digest(windows[127]),
+        lib.digest(lib.run(self.engine, requests[127:128])[0]),
     )
 
   def test_stop_token_ends_the_sample_and_belongs_to_it(self):
-    free = _run(self.engine, [_request(9, max_tokens=16)])[0]
+    free = lib.run(self.engine, [lib.request(9, max_tokens=16)])[0]
     drawn = free.tokens[free.sampled]
     for stop in {int(t) for t in drawn}:
-      window = _run(self.engine, [_request(9, max_tokens=16, stop=[stop, 63])])[
-          0
-      ]
+      window = lib.run(
+          self.engine, [lib.request(9, max_tokens=16, stop=[stop, 63])]
+      )[0]
       ends = np.flatnonzero((drawn == stop) | (drawn == 63))[0] + 1
       np.testing.assert_array_equal(window.tokens[window.sampled], drawn[:ends])
-      self.assertTrue(np.all(window.routing.experts[-1] == _BLANK))
+      self.assertTrue(np.all(window.routing.experts[-1] == lib.BLANK))
 
   def test_a_stop_token_in_the_context_does_not_end_anything(self):
-    window = _run(
-        self.engine, [_request(1, tokens=[5] * 9, max_tokens=1, stop=[5])]
+    window = lib.run(
+        self.engine, [lib.request(1, tokens=[5] * 9, max_tokens=1, stop=[5])]
     )[0]
     self.assertLen(window, 10)
 
   def test_full_context_ends_the_sample(self):
-    request = _request(4, tokens=range(60), max_tokens=50)
-    self.assertLen(_run(self.engine, [request])[0], _ROLLOUT.context_tokens)
+    request = lib.request(4, tokens=range(60), max_tokens=50)
+    self.assertLen(lib.run(self.engine, [request])[0], _ROLLOUT.context_tokens)
 
   @parameterized.named_parameters(
       ('long', dict(tokens=[1] * 64), 'context'),
@@ -275,52 +159,53 @@ class EngineTest(parameterized.TestCase):
   )
   def test_refuses(self, change, text):
     with self.assertRaisesRegex(ValueError, text):
-      self.engine.submit(_request(1, **change))
+      self.engine.submit(lib.request(1, **change))
 
   def test_refuses_foreign_routing_and_wide_seed(self):
     experts = trace.RoutingTrace(np.zeros((4, 3, 2), np.uint8))
     with self.assertRaisesRegex(ValueError, 'routing'):
       self.engine.submit(
-          engine_lib.Request(_context([1] * 4, experts), 4, frozenset(), 0)
+          engine_lib.Request(lib.context([1] * 4, experts), 4, frozenset(), 0)
       )
     with self.assertRaisesRegex(ValueError, 'seed'):
       self.engine.submit(
-          engine_lib.Request(_context([1] * 4), 4, frozenset(), 2**32)
+          engine_lib.Request(lib.context([1] * 4), 4, frozenset(), 2**32)
       )
 
   def test_recorded_routes_are_obeyed_and_kept(self):
-    natural = _run(self.engine, [_request(6, tokens=range(20))])[0]
+    natural = lib.run(self.engine, [lib.request(6, tokens=range(20))])[0]
     recorded = natural.routing.experts[:20].copy()
     recorded[4:9] = [[3, 1], [0, 2]]
-    recorded[15:] = _BLANK
+    recorded[15:] = lib.BLANK
     request = engine_lib.Request(
-        _context(range(20), trace.RoutingTrace(recorded)), 8, frozenset(), 6
+        lib.context(range(20), trace.RoutingTrace(recorded)), 8, frozenset(), 6
     )
-    window = _run(self.engine, [request])[0]
+    window = lib.run(self.engine, [request])[0]
     experts = window.routing.experts
     np.testing.assert_array_equal(experts[:15], recorded[:15])
-    self.assertTrue(np.all(experts[15:-1] < _CFG.experts))
+    self.assertTrue(np.all(experts[15:-1] < lib.CFG.experts))
     self.assertFalse(np.array_equal(natural.logps, window.logps))
     self.assertEqual(
-        _score(_PARAMS[0], window)[19:].tobytes(), window.logps[20:].tobytes()
+        lib.score(lib.PARAMS[0], window)[19:].tobytes(),
+        window.logps[20:].tobytes(),
     )
 
   def test_no_compilation_after_warmup(self):
     self.engine.warmup()
     before = engine_lib.compilations()
-    requests = [_request(i, max_tokens=1 + i % 7) for i in range(60)]
+    requests = [lib.request(i, max_tokens=1 + i % 7) for i in range(60)]
     for n in (1, 3, 60):
-      _run(self.engine, requests[:n])
+      lib.run(self.engine, requests[:n])
     self.engine.submit_group(requests[:9])[-1].result(timeout=60)
     with _engine() as other:
-      _run(other, requests[:2])
+      lib.run(other, requests[:2])
     self.assertEqual(engine_lib.compilations(), before)
 
   def test_policy_awaits_many_windows(self):
     policy = engine_lib.EnginePolicy(self.engine)
 
     async def episode(seed):
-      request = _request(seed)
+      request = lib.request(seed)
       return await policy.complete(
           request.context,
           max_tokens=12,
@@ -333,9 +218,9 @@ class EngineTest(parameterized.TestCase):
       return await asyncio.gather(*(episode(i) for i in range(30)))
 
     windows = asyncio.run(everything())
-    alone = _run(self.engine, [_request(i) for i in range(3)])
+    alone = lib.run(self.engine, [lib.request(i) for i in range(3)])
     self.assertEqual(
-        [_digest(w) for w in windows[:3]], [_digest(w) for w in alone]
+        [lib.digest(w) for w in windows[:3]], [lib.digest(w) for w in alone]
     )
     self.assertEqual(policy.digests, {0: 'digest-0'})
 
@@ -344,13 +229,14 @@ class LanesTest(parameterized.TestCase):
 
   @parameterized.parameters(1, 2)
   def test_bits_do_not_depend_on_the_lanes(self, lanes):
-    requests = [_request(i, max_tokens=1 + i % 17) for i in range(30)]
+    requests = [lib.request(i, max_tokens=1 + i % 17) for i in range(30)]
     with _engine(lanes=1) as engine:
-      want = [_digest(_run(engine, [r])[0]) for r in requests[:4]]
+      want = [lib.digest(lib.run(engine, [r])[0]) for r in requests[:4]]
     with _engine(lanes=lanes) as engine:
-      alone = [_digest(_run(engine, [r])[0]) for r in requests[:4]]
+      alone = [lib.digest(lib.run(engine, [r])[0]) for r in requests[:4]]
       together = [
-          _digest(f.result(timeout=60)) for f in engine.submit_group(requests)
+          lib.digest(f.result(timeout=60))
+          for f in engine.submit_group(requests)
       ]
     self.assertEqual(want, alone)
     self.assertEqual(want, together[:4])
@@ -361,12 +247,13 @@ class LanesTest(parameterized.TestCase):
       def prefills(*groups):
         before = engine.stats().prefill_tokens
         requests = [
-            _request(i, tokens=[context] * 10)
+            lib.request(i, tokens=[context] * 10)
             for context, size in enumerate(groups)
             for i in range(size)
         ]
         windows = [
-            _digest(f.result(timeout=60)) for f in engine.submit_group(requests)
+            lib.digest(f.result(timeout=60))
+            for f in engine.submit_group(requests)
         ]
         return windows, (engine.stats().prefill_tokens - before) // 10
 
@@ -386,12 +273,12 @@ class LanesTest(parameterized.TestCase):
         calls.append(None)
         if len(calls) in (4, 9):
           step = len(calls) // 4
-          return _version(step), _PARAMS[step]
+          return lib.version(step), lib.PARAMS[step]
         return None
 
       with _engine(lanes=lanes, refresh=refresh) as engine:
         requests = [
-            _request(i, tokens=range(9), max_tokens=40) for i in range(40)
+            lib.request(i, tokens=range(9), max_tokens=40) for i in range(40)
         ]
         return [f.result(timeout=60) for f in engine.submit_group(requests)]
 
@@ -400,19 +287,21 @@ class LanesTest(parameterized.TestCase):
     for window in windows:
       np.testing.assert_array_equal(window.versions, windows[0].versions)
     self.assertEqual(
-        [_digest(w) for w in windows], [_digest(w) for w in run(1)]
+        [lib.digest(w) for w in windows], [lib.digest(w) for w in run(1)]
     )
 
   def test_no_more_lanes_than_slots(self):
     rollout = dataclasses.replace(_ROLLOUT, slots=1)
     with _engine(lanes=1) as engine:
-      want = _digest(_run(engine, [_request(1)])[0])
+      want = lib.digest(lib.run(engine, [lib.request(1)])[0])
     with engine_lib.Engine(
-        _CFG, rollout, _version(0), _PARAMS[0], devices=jax.devices()
+        lib.CFG, rollout, lib.version(0), lib.PARAMS[0], devices=jax.devices()
     ) as engine:
-      windows = _run(engine, [_request(1), _request(2), _request(1)])
+      windows = lib.run(
+          engine, [lib.request(1), lib.request(2), lib.request(1)]
+      )
     self.assertEqual(
-        [want, want], [_digest(w) for w in (windows[0], windows[2])]
+        [want, want], [lib.digest(w) for w in (windows[0], windows[2])]
     )
 
 
@@ -429,17 +318,17 @@ class SwapTest(parameterized.TestCase):
       if len(calls) == 1:
         # Weights get ready just after this look for them, and who waited for
         # them submits before the engine does anything else.
-        late.append(engine.submit(_request(7)))
-      return (_version(1), _PARAMS[1]) if len(calls) == 2 else None
+        late.append(engine.submit(lib.request(7)))
+      return (lib.version(1), lib.PARAMS[1]) if len(calls) == 2 else None
 
     with _engine(lanes=lanes, refresh=refresh) as engine:
-      early = engine.submit(_request(3)).result(timeout=60)
+      early = engine.submit(lib.request(3)).result(timeout=60)
       window = late[0].result(timeout=60)
     self.assertEqual(set(early.versions), {0, 1})
     self.assertEqual(set(window.versions), {1})
     start = window.sampled.argmax()
     self.assertEqual(
-        _score(_PARAMS[1], window)[start - 1 :].tobytes(),
+        lib.score(lib.PARAMS[1], window)[start - 1 :].tobytes(),
         window.logps[start:].tobytes(),
     )
 
@@ -450,15 +339,15 @@ class SwapTest(parameterized.TestCase):
       calls.append(None)
       if len(calls) % 4 == 0 and len(calls) <= 16:
         step = len(calls) // 4
-        return _version(step), _PARAMS[step]
+        return lib.version(step), lib.PARAMS[step]
       return None
 
     with _engine(refresh=refresh) as engine:
       requests = [
-          _request(i, tokens=range(i % 9 + 1), max_tokens=50)
+          lib.request(i, tokens=range(i % 9 + 1), max_tokens=50)
           for i in range(100)
       ]
-      windows = _run(engine, requests)
+      windows = lib.run(engine, requests)
       stats = engine.stats()
       digests = dict(engine.digests)
     self.assertEqual((stats.swaps, stats.aborted), (4, 0))
@@ -477,21 +366,23 @@ class SwapTest(parameterized.TestCase):
     def refresh():
       if swap.is_set():
         swap.clear()
-        return _version(1), _PARAMS[1]
+        return lib.version(1), lib.PARAMS[1]
       return None
 
     with _engine(refresh=refresh) as engine:
-      request = _request(2, tokens=range(10), max_tokens=6)
-      first = _run(engine, [request])[0]
+      request = lib.request(2, tokens=range(10), max_tokens=6)
+      first = lib.run(engine, [request])[0]
       swap.set()
-      second = _run(engine, [request])[0]
-      follow = _append(first, [1, 2, 3])
-      turn = _run(engine, [engine_lib.Request(follow, 5, frozenset(), 77)])[0]
+      second = lib.run(engine, [request])[0]
+      follow = lib.append(first, [1, 2, 3])
+      turn = lib.run(engine, [engine_lib.Request(follow, 5, frozenset(), 77)])[
+          0
+      ]
     self.assertEqual(set(first.versions), {0})
     self.assertEqual(set(second.versions), {1})  # nothing cached from before
-    for window, params in ((first, _PARAMS[0]), (second, _PARAMS[1])):
+    for window, params in ((first, lib.PARAMS[0]), (second, lib.PARAMS[1])):
       self.assertEqual(
-          _score(params, window)[9:].tobytes(), window.logps[10:].tobytes()
+          lib.score(params, window)[9:].tobytes(), window.logps[10:].tobytes()
       )
     # The next turn keeps what the first one recorded, its own is version 1.
     np.testing.assert_array_equal(turn.versions, [0] * 16 + [1] * 8)
@@ -499,24 +390,24 @@ class SwapTest(parameterized.TestCase):
     np.testing.assert_array_equal(
         turn.routing.experts[:15], first.routing.experts[:15]
     )
-    self.assertTrue(np.all(turn.routing.experts[15:-1] < _CFG.experts))
+    self.assertTrue(np.all(turn.routing.experts[15:-1] < lib.CFG.experts))
     self.assertEqual(
-        _score(_PARAMS[1], turn)[18:].tobytes(), turn.logps[19:].tobytes()
+        lib.score(lib.PARAMS[1], turn)[18:].tobytes(), turn.logps[19:].tobytes()
     )
 
   def test_weights_are_copied(self):
-    ours = jax.tree.map(lambda x: np.array(x), _PARAMS[0])
-    donated = jax.tree.map(lambda x: x.copy(), _PARAMS[1])
+    ours = jax.tree.map(lambda x: np.array(x), lib.PARAMS[0])
+    donated = jax.tree.map(lambda x: x.copy(), lib.PARAMS[1])
     swap = threading.Event()
 
     def refresh():
       if swap.is_set():
         swap.clear()
-        return _version(1), donated
+        return lib.version(1), donated
       return None
 
     def sample():
-      return _digest(_run(engine, [_request(1)])[0])
+      return lib.digest(lib.run(engine, [lib.request(1)])[0])
 
     with _engine(params=ours, refresh=refresh) as engine:
       first = sample()
@@ -538,7 +429,7 @@ class FailureTest(parameterized.TestCase):
       with self.assertRaisesRegex(RuntimeError, text):
         future.result(timeout=60)
     with self.assertRaisesRegex(RuntimeError, 'ended'):
-      engine.submit(_request(1))
+      engine.submit(lib.request(1))
     self.assertEqual(engine.stats().aborted, len(pending))
     engine.close()
 
@@ -553,24 +444,24 @@ class FailureTest(parameterized.TestCase):
 
     engine = _engine(refresh=refresh)
     pending = engine.submit_group(
-        [_request(i, max_tokens=60) for i in range(90)]
+        [lib.request(i, max_tokens=60) for i in range(90)]
     )
     self._assert_fails(engine, pending, 'the store is gone')
 
   @parameterized.named_parameters(
-      ('backwards', lambda: (_version(0), _PARAMS[1]), 'only go forward'),
+      ('backwards', lambda: (lib.version(0), lib.PARAMS[1]), 'only go forward'),
       (
           'f32',
           lambda: (
-              _version(1),
-              jax.tree.map(lambda x: x.astype(jnp.float32), _PARAMS[1]),
+              lib.version(1),
+              jax.tree.map(lambda x: x.astype(jnp.float32), lib.PARAMS[1]),
           ),
           'shapes or types',
       ),
   )
   def test_bad_weights_are_refused(self, refresh, text):
     engine = _engine(refresh=refresh)
-    pending = [engine.submit(_request(1))]
+    pending = [engine.submit(lib.request(1))]
     self._assert_fails(engine, pending, text)
 
   def test_close_fails_what_is_left(self):
@@ -581,7 +472,7 @@ class FailureTest(parameterized.TestCase):
       gate.wait(60)
 
     engine = _engine(refresh=refresh)
-    pending = [engine.submit(_request(i, max_tokens=60)) for i in range(3)]
+    pending = [engine.submit(lib.request(i, max_tokens=60)) for i in range(3)]
     self.assertTrue(entered.wait(60))
     closer = threading.Thread(target=engine.close)
     closer.start()
@@ -597,9 +488,9 @@ class FailureTest(parameterized.TestCase):
       gate.wait(60)
 
     with _engine(refresh=refresh) as engine:
-      pending = [engine.submit(_request(0))]
+      pending = [engine.submit(lib.request(0))]
       self.assertTrue(entered.wait(60))
-      pending += [engine.submit(_request(i)) for i in range(1, 4)]
+      pending += [engine.submit(lib.request(i)) for i in range(1, 4)]
       self.assertTrue(pending[1].cancel())
       gate.set()
       for i in (0, 2, 3):

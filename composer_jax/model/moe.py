@@ -68,7 +68,7 @@ def _shared(normed, w_in, w_out, cfg):
   return multiply(jax.nn.silu(gate) * value, w_out)
 
 
-def _block(cfg, weights, x, attended, *recorded):
+def _block(cfg, weights, x, attended, recorded=None):
   wo, norm, w_router, bias, shared_in, shared_out = weights
   x = x.astype(jnp.float32) + matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
@@ -78,7 +78,7 @@ def _block(cfg, weights, x, attended, *recorded):
     x = x + _shared(normed, shared_in, shared_out, cfg)
   if not cfg.experts:
     return x
-  gates, routing = route(normed, w_router, bias, *recorded, cfg)
+  gates, routing = route(normed, w_router, bias, recorded, cfg)
   return x, normed.astype(cfg.dtype), gates, routing
 
 

@@ -118,6 +118,11 @@ class Engine:
     """A copy of the totals."""
     return dataclasses.replace(self._stats)
 
+  def free(self) -> tuple[int, int]:
+    """Pages and slots that no request holds."""
+    lanes = self._lanes
+    return sum(x.free_pages for x in lanes), sum(x.table.free for x in lanes)
+
   def submit(self, request: Request) -> futures.Future[trace.TokenTrace]:
     """Queues one request; the result is the whole window.
 
@@ -200,7 +205,9 @@ class Engine:
       self._cancelled.clear()
       for lane in self._lanes:
         lane.cancel()
-      self._open = {f for f in self._open if not f.cancelled()}
+      for future in [f for f in self._open if f.cancelled()]:
+        future.set_running_or_notify_cancel()  # or `futures.wait` hangs
+        self._open.remove(future)
       for key, group in list(self._taken.items()):
         left = [member for member in group if not member[1].cancelled()]
         self._stats.cancelled += len(group) - len(left)

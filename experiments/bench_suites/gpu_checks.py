@@ -245,13 +245,15 @@ def errors(
   )
   inputs = [double(t) for t in (operands[:3], (x, gates, w_in, w_out), params)]
   with jax.enable_x64(True):
-    exact_x, exact_gates, exact_in, exact_out = inputs[1]
+    (q, k, v), (exact_x, exact_gates, exact_in, exact_out), exact_params = (
+        inputs
+    )
     want = (
-        plain_ops.segment_attention(*inputs[0], segments, positions),
+        plain_ops.segment_attention(q, k, v, segments, positions),
         plain_ops.dense_experts(
             exact_x, exact_gates, chosen, exact_in, exact_out
         ),
-        plain_ops.target_log_probs(inputs[2], exact_x, targets, eps=1e-6)[0],
+        plain_ops.target_log_probs(exact_params, exact_x, targets, eps=1e-6)[0],
     )
     want = jax.device_get(want)
   names = 'attention', 'experts', 'log-probs'

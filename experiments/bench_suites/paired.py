@@ -17,6 +17,38 @@ Round = Callable[[], object]  # does the work once and waits until it is done
 
 
 @dataclasses.dataclass(frozen=True)
+class Figure:
+  """A number without a peer: a size, a ratio or a time of our own.
+
+  Attributes:
+    name: what it is of.
+    value: in `unit`.
+    unit: such as 'x' for ratios.
+    least: smallest value that we promise, or None.
+    most: largest value that we promise, or None.
+  """
+
+  name: str
+  value: float
+  unit: str
+  least: float | None = None
+  most: float | None = None
+
+  def as_json(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  def __str__(self) -> str:
+    out = f'{self.name}: {self.value:.4g} {self.unit}'
+    for bound, ok in (
+        (self.least, self.least is None or self.value >= self.least),
+        (self.most, self.most is None or self.value <= self.most),
+    ):
+      if bound is not None:
+        out += f' (target {bound:g}: {"ok" if ok else "MISSED"})'
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
   """Rates of one measurement; higher is better.
 
@@ -100,35 +132,3 @@ def measure(
   return Result(
       name, unit, tuple(rates[True]), tuple(rates[False]), chosen, target
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-  """A number with bounds of its own; no peer.
-
-  Attributes:
-    name: what it is of.
-    value: in `unit`.
-    unit: such as 'x' for ratios.
-    least: smallest value that we promise, or None.
-    most: largest value that we promise, or None.
-  """
-
-  name: str
-  value: float
-  unit: str
-  least: float | None = None
-  most: float | None = None
-
-  def as_json(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
-
-  def __str__(self) -> str:
-    out = f'{self.name}: {self.value:.4g} {self.unit}'
-    for bound, ok in (
-        (self.least, self.least is None or self.value >= self.least),
-        (self.most, self.most is None or self.value <= self.most),
-    ):
-      if bound is not None:
-        out += f' (target {bound:g}: {"ok" if ok else "MISSED"})'
-    return out
