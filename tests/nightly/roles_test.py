@@ -111,7 +111,7 @@ class RolesTest(parameterized.TestCase):
 
     with engine_lib.Engine(
         cfg,
-        config.RolloutConfig(slots=8, context_tokens=96, prefill_rows=4),
+        config.RolloutConfig(slots=8, context_tokens=96),
         trace.WeightVersion(0, 'zero', None),
         _near_ties(0),
         devices=jax.devices()[:1],
