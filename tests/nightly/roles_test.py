@@ -6,6 +6,7 @@ A claim that fails names the first op, layer and token that differ.
 import dataclasses
 import functools
 import threading
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -125,7 +126,7 @@ class RolesTest(parameterized.TestCase):
       early = [engine.submit(r) for r in requests]
       before = engine.stats().decoded_tokens
       while engine.stats().decoded_tokens < before + 10 * batch:
-        pass
+        time.sleep(0.001)
       swap.set()
       early = [f.result(timeout=300) for f in early]
       late = [engine.submit(r).result(timeout=300) for r in requests]
