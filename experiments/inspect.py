@@ -166,6 +166,7 @@ def _ops(out: console.Console) -> int:
     place = values.against if other is not found else against
     out.print(f'{name} vs {place}: {difference or "equal"}', soft_wrap=True)
     differences += difference is not None
+  out.print(f'digest of every value: {divergence.digest(found)}')
   return int(differences > 0)
 
 

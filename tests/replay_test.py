@@ -17,7 +17,7 @@ from tests import small_config
 
 _CFG = dataclasses.replace(
     small_config.experiment(),
-    rollout=config.RolloutConfig(slots=8, context_tokens=128, prefill_rows=4),
+    rollout=config.RolloutConfig(slots=8, context_tokens=128),
 )
 _STOP = frozenset(range(8))
 _NOTHING = trace.TokenTrace(

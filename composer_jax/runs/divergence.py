@@ -129,6 +129,12 @@ def _ulps(values: tuple[int, int], dtype: np.dtype) -> int | None:
   return abs(a - b)
 
 
+def digest(records: Mapping[str, Record]) -> str:
+  """sha256 over the digests of all arrays: equal iff every bit is."""
+  every = {name: list(r.digests().items()) for name, r in records.items()}
+  return hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()
+
+
 def save(path: pathlib.Path, records: Mapping[str, Record]) -> None:
   """Writes records by name to an npz file."""
   flat = [

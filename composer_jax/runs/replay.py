@@ -78,7 +78,9 @@ def _draw(params, pages, token, at, table, routing, seed, temperature, *, cfg):
 class Recorded:
   """Draws each token of a window with the weights that a record names.
 
-  A context is prefilled with the weights that draw the first token after it.
+  A context is prefilled with the weights that draw the first token after it. One
+  whose chunks the engine has fed to two versions is drawn differently, which
+  its digest shows: the ledger does not say where the chunks were cut.
 
   Attributes:
     cfg: the experiment.
@@ -147,12 +149,11 @@ class Recorded:
       if tokens[now + 1] in stop:
         end = now + 2
         break
-    known = np.where(context.versions < 0, versions[n], context.versions)
     return trace.TokenTrace(
         tokens=tokens[:end],
         sampled=np.append(context.sampled, np.ones(end - n, bool)),
         logps=logps[:end],
-        versions=np.append(known, versions[n:end]).astype(np.int32),
+        versions=versions[:end].astype(np.int32),
         routing=trace.RoutingTrace(routing[:end]),
     )
 

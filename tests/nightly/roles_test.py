@@ -6,6 +6,7 @@ A claim that fails names the first op, layer and token that differ.
 import dataclasses
 import functools
 import threading
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -111,7 +112,7 @@ class RolesTest(parameterized.TestCase):
 
     with engine_lib.Engine(
         cfg,
-        config.RolloutConfig(slots=8, context_tokens=96, prefill_rows=4),
+        config.RolloutConfig(slots=8, context_tokens=96),
         trace.WeightVersion(0, 'zero', None),
         _near_ties(0),
         devices=jax.devices()[:1],
@@ -125,7 +126,7 @@ class RolesTest(parameterized.TestCase):
       early = [engine.submit(r) for r in requests]
       before = engine.stats().decoded_tokens
       while engine.stats().decoded_tokens < before + 10 * batch:
-        pass
+        time.sleep(0.001)
       swap.set()
       early = [f.result(timeout=300) for f in early]
       late = [engine.submit(r).result(timeout=300) for r in requests]
