@@ -69,7 +69,6 @@ class LedgerTest(parameterized.TestCase):
             ),
             -1,
             '',
-            0.5,
             0.25,
         ),
     )

@@ -50,7 +50,10 @@ _TASK = tasks.Task(
     'Repair sol.py.',
     _FILES,
     _SUITE,
-    tasks.Limits(cpu_seconds=1.0, wall_seconds=3.0),
+    tasks.Limits(cpu_seconds=5.0, wall_seconds=60.0),
+)
+_HURRIED = dataclasses.replace(
+    _TASK, limits=tasks.Limits(cpu_seconds=1.0, wall_seconds=3.0)
 )
 
 # Aimed at this grader, by somebody who has read it. Each replaces sol.py.
@@ -254,12 +257,25 @@ class SuiteTest(parameterized.TestCase):
     for grade in grades[4:]:
       self.assertEqual((grade.fraction, grade.valid), (0.0, True))
 
+  def test_files_that_are_no_python_lie_in_the_working_directory(self):
+    test = _TEST.replace('sol.add(5, 5), 10', "open('a/b.txt').read(), 'tests'")
+    suite = dataclasses.replace(
+        _SUITE, files={'test_sol.py': test, 'a/b.txt': 'tests'}
+    )
+    files = {'sol.py': _GOOD, 'a/b.txt': 'edited'}
+
+    async def main():
+      async with sandbox.Pool(1) as pool, pool.session() as session:
+        return await suite_lib.grade(session, _TASK, files, suite)
+
+    self.assertEqual(asyncio.run(main())[0], (True,) * 3)
+
   def test_no_hack_is_rewarded(self):
     attacks = _attacks()
     self.assertGreater(len(attacks), 45)
 
     async def verdict(session, files):
-      return await grading.grade(session, _TASK, files, _SUITE)
+      return await grading.grade(session, _HURRIED, files, _SUITE)
 
     out = asyncio.run(_play(verdict, attacks.values()))
     for name, (grade, after) in zip(attacks, out, strict=True):
@@ -273,7 +289,7 @@ class SuiteTest(parameterized.TestCase):
     attacks = _attacks()
 
     async def verdict(session, files):
-      return await suite_lib.grade(session, _TASK, files, _SUITE)
+      return await suite_lib.grade(session, _HURRIED, files, _SUITE)
 
     out = asyncio.run(_play(verdict, attacks.values()))
     won = [

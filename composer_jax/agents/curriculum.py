@@ -1,10 +1,15 @@
-"""Which task a prompt plays: the kind of task that is solved sometimes.
+"""Which task a prompt plays: rather a kind that is solved sometimes.
 
-A group of rollouts that all succeed, or all fail, teaches nothing; one in which
-few succeed teaches most. Every prompt has a few candidates, tasks that no other
-prompt can have; it plays the one whose kind has taught most of late. What a kind is, is up
-to the task source (`stratum` in a task's meta, or else its `family`): tasks
-about as hard as each other, such as one sort of bug in one sort of function.
+A group of rollouts that all succeed, or all fail, teaches nothing, and late in
+a run most groups are like that. Every prompt has a few candidates, tasks that
+no other prompt can have, and draws one of them; the odds are how often groups
+of its kind were divided of late. What a kind is, is up to the task source
+(`stratum` in a task's meta, or else its `family`): tasks about as hard as each
+other, such as one sort of bug in one sort of function.
+
+The odds are gentle on purpose. Undivided groups would not have been trained on
+anyway, so leaving their kinds out changes little but the cost; to play only the
+most divided kinds would make them most of what is learned.
 
 Everything is a pure function of what earlier steps saw, so a run that resumes
 chooses the same tasks again; and no task is played twice.
@@ -13,28 +18,21 @@ chooses the same tasks again; and no task is played twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+import random
 
 from composer_jax.agents import tasks
 
 _HALF_LIFE_STEPS = 20  # what was hard for the policy then may not be hard now
-_EXPECTED = 0.5  # of a kind never seen: high, so that it will be
+_LEAST = 0.02  # odds of what was never divided: it may be, later
 _LEAST_VARIANCE = 1e-12
 
-# Stratum -> (sum of its groups' lessons, number of groups), decayed.
+# Stratum -> (its divided groups, all its groups), decayed; '' is all strata.
 Tally = Mapping[str, tuple[float, float]]
+_ALL = ''
 
 
 def stratum(task: tasks.Task) -> str:
-  return task.meta.get('stratum') or task.meta.get('family', '')
-
-
-def lesson(mean: float, variance: float) -> float:
-  """What a group taught, from the mean and variance of rewards in [0, 1].
-
-  Nothing if it was of one mind; else the share that failed, so that training
-  does not stay with what is nearly mastered.
-  """
-  return min(max(1.0 - mean, 0.0), 1.0) if variance > _LEAST_VARIANCE else 0.0
+  return task.meta.get('stratum') or task.meta.get('family', '?')
 
 
 def fold(tally: Tally, groups: Iterable[tuple[str, float]]) -> Tally:
@@ -42,21 +40,24 @@ def fold(tally: Tally, groups: Iterable[tuple[str, float]]) -> Tally:
 
   Args:
     tally: before.
-    groups: (stratum, lesson) of every group of the step, trained or not, in a
-      fixed order.
+    groups: (stratum, variance of its rewards) of every group of the step,
+      trained or not, in a fixed order.
   """
   decay = 0.5 ** (1 / _HALF_LIFE_STEPS)
-  out = {k: (decay * total, decay * n) for k, (total, n) in tally.items()}
-  for kind, learned in groups:
-    total, n = out.get(kind, (0.0, 0.0))
-    out[kind] = total + learned, n + 1.0
+  out = {k: (decay * a, decay * n) for k, (a, n) in tally.items()}
+  for kind, variance in groups:
+    for key in (kind, _ALL):
+      divided, n = out.get(key, (0.0, 0.0))
+      out[key] = divided + (variance > _LEAST_VARIANCE), n + 1.0
   return out
 
 
-def promise(tally: Tally, kind: str) -> float:
-  """What a group of this kind will teach, in [0, 1]."""
-  total, n = tally.get(kind, (0.0, 0.0))
-  return (total + _EXPECTED) / (n + 1.0)
+def odds(tally: Tally, kind: str) -> float:
+  """Chance that a group of a kind is divided; one never seen is average."""
+  divided, n = tally.get(_ALL, (0.0, 0.0))
+  average = (divided + 1.0) / (n + 1.0)
+  divided, n = tally.get(kind, (0.0, 0.0))
+  return max((divided + average) / (n + 1.0), _LEAST)
 
 
 def has(source: tasks.TaskSource, prompt: int, candidates: int) -> bool:
@@ -79,10 +80,8 @@ def choose(
     candidates: tasks to choose from; 1 takes them as they come.
     tally: of the steps before.
   """
-
-  def rank(index: int) -> tuple[float, int]:
-    kind = stratum(source.task(index, 'train'))
-    return promise(tally, kind), -index
-
-  first = prompt * candidates
-  return max(range(first, first + candidates), key=rank)
+  indices = range(prompt * candidates, (prompt + 1) * candidates)
+  kinds = [stratum(source.task(i, 'train')) for i in indices]
+  weights = [odds(tally, kind) for kind in kinds]
+  (index,) = random.Random(prompt).choices(indices, weights)
+  return index

@@ -65,7 +65,7 @@ class HumanEval:
         instruction=f'Complete the function in `{_PATH}`.',
         files={_PATH: row['prompt']},
         public_tests=(),
-        limits=tasks.Limits(cpu_seconds=5.0, wall_seconds=30.0),
+        limits=tasks.Limits(cpu_seconds=10.0, wall_seconds=120.0),
         meta={
             'entry': row['entry_point'],
             'family': 'human_eval',

@@ -88,6 +88,9 @@ async def run(
       f'{modules[0]}.Test{secrets.token_hex(4)}.test_{secrets.token_hex(4)}'
       for _ in range(_CANARIES)
   ]
+  data = {p: t for p, t in {**files, **tests}.items() if p[-3:] != '.py'}
+  if data:
+    await session.put(data)
   result = await session.python(
       _program(
           tests=dict(tests),
