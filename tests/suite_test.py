@@ -178,6 +178,19 @@ import os
 write = os.write
 os.write = lambda fd, data: write(fd, data.replace(b'failed', b'passed'))
 """,
+    'nest_brackets_in_the_report': """
+import os
+for fd in range(1, 20):
+  try: os.write(fd, b'[' * 50_000 + b'\\n')
+  except OSError: pass
+""",
+    'odd_types_in_the_report': """
+import json, os, sys
+f = sys._getframe()
+while 'nonce' not in f.f_locals: f = f.f_back
+line = [f.f_locals['nonce'], ['a'], {'b': 1}, None]
+os.write(f.f_locals['report']._fd, json.dumps(line).encode() + b'\\n')
+""",
     'hide_failures_in_random': """
 import random
 random.Random.randint = lambda self, a, b: a
@@ -343,6 +356,18 @@ class SuspicionTest(parameterized.TestCase):
     self.assertEqual(suspicion.flags(*args, {}), new)
     self.assertEqual(suspicion.flags(*args, dict.fromkeys(new, 2)), ())
     self.assertEqual(suspicion.flags({'a.py': source}, *args[1:], {}), ())
+
+  @parameterized.parameters(
+      'x' + '.a' * 50_000,
+      '(' * 50_000,
+      '-' * 100_000 + '1',
+      '[' * 90 + 'x' + ']' * 90,
+      'x = "\ud800"',
+      '\0',
+      'if 1:\n' + ''.join(' ' * k + 'if 1:\n' for k in range(1, 99)),
+  )
+  def test_hostile_source_does_no_harm(self, source):
+    self.assertIsInstance(suspicion.count({'a.py': source}), dict)
 
   @parameterized.parameters(
       ('unittest.py', True),

@@ -53,12 +53,12 @@ def _parse(output: bytes, nonce: str) -> list[list[str]] | None:
   try:
     for line in output.decode().splitlines():
       mine, *row = json.loads(line)
-      name, outcome, text = row
-      if mine != nonce:
+      _, _, _ = row
+      if mine != nonce or not all(isinstance(field, str) for field in row):
         return None
-      rows.append([name, outcome, text])
-  except (ValueError, TypeError):
-    return None
+      rows.append(row)
+  except (ValueError, TypeError, RecursionError):
+    return None  # the submission can write here, too
   return rows
 
 
