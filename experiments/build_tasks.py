@@ -8,6 +8,7 @@ no known hack passes. The same command continues a build that was stopped.
 
 import asyncio
 from collections.abc import Iterator
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,8 @@ from composer_jax.agents import stdlib_repair
 from experiments import flags as binary
 
 _REJECTED = 'rejected.jsonl'  # faults that made no task, and why
+
+_TRIES = 3
 
 _OUT = flags.DEFINE_string('out', None, 'Directory of the tasks.')
 _TASKS = flags.DEFINE_integer(
@@ -68,6 +71,16 @@ def _candidates(modules: list[stdlib_repair.Module]) -> Iterator[Candidate]:
     yield from filter(None, row)
 
 
+async def _try(
+    pool: sandbox.Pool, module: stdlib_repair.Module, fault: mutation.Fault
+) -> harbor.Built | str:
+  """Builds a task, again if a sandbox failed: a machine may be very busy."""
+  for _ in range(_TRIES - 1):
+    with contextlib.suppress(sandbox.SandboxError):
+      return await stdlib_repair.build(pool, module, fault)
+  return await stdlib_repair.build(pool, module, fault)
+
+
 async def _work(
     pool: sandbox.Pool,
     candidates: Iterator[Candidate],
@@ -84,7 +97,7 @@ async def _work(
     if name in known:
       continue
     if not folder.exists():
-      built = await stdlib_repair.build(pool, module, fault)
+      built = await _try(pool, module, fault)
       if isinstance(built, str):
         with (out / _REJECTED).open('a') as log:
           log.write(json.dumps({'id': name, 'why': built}) + '\n')
