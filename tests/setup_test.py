@@ -25,7 +25,8 @@ class SetupTest(absltest.TestCase):
   def test_extras(self):
     names = self.meta.get_all('Provides-Extra')
     self.assertCountEqual(
-        names, ['fleet', 'gpu', 'kernels', 'peers', 'serve', 'test']
+        names,
+        ['fleet', 'gpu', 'humaneval', 'kernels', 'peers', 'serve', 'test'],
     )
     peers = {r for r in self.extras if 'peers' in r}
     self.assertTrue(any('torch==2.13.0' in r for r in peers), peers)

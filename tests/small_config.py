@@ -48,6 +48,7 @@ def experiment() -> config.Experiment:
           steps=4,
           groups_per_step=2,
           rollouts_per_group=4,
+          candidates_per_prompt=4,
           rows_per_batch=8,
           tokens_per_row=128,
           workers=32,

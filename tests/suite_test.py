@@ -50,7 +50,10 @@ _TASK = tasks.Task(
     'Repair sol.py.',
     _FILES,
     _SUITE,
-    tasks.Limits(cpu_seconds=1.0, wall_seconds=3.0),
+    tasks.Limits(cpu_seconds=5.0, wall_seconds=60.0),
+)
+_HURRIED = dataclasses.replace(
+    _TASK, limits=tasks.Limits(cpu_seconds=1.0, wall_seconds=3.0)
 )
 
 # Aimed at this grader, by somebody who has read it. Each replaces sol.py.
@@ -175,6 +178,19 @@ import os
 write = os.write
 os.write = lambda fd, data: write(fd, data.replace(b'failed', b'passed'))
 """,
+    'nest_brackets_in_the_report': """
+import os
+for fd in range(1, 20):
+  try: os.write(fd, b'[' * 50_000 + b'\\n')
+  except OSError: pass
+""",
+    'odd_types_in_the_report': """
+import json, os, sys
+f = sys._getframe()
+while 'nonce' not in f.f_locals: f = f.f_back
+line = [f.f_locals['nonce'], ['a'], {'b': 1}, None]
+os.write(f.f_locals['report']._fd, json.dumps(line).encode() + b'\\n')
+""",
     'hide_failures_in_random': """
 import random
 random.Random.randint = lambda self, a, b: a
@@ -254,12 +270,25 @@ class SuiteTest(parameterized.TestCase):
     for grade in grades[4:]:
       self.assertEqual((grade.fraction, grade.valid), (0.0, True))
 
+  def test_files_that_are_no_python_lie_in_the_working_directory(self):
+    test = _TEST.replace('sol.add(5, 5), 10', "open('a/b.txt').read(), 'tests'")
+    suite = dataclasses.replace(
+        _SUITE, files={'test_sol.py': test, 'a/b.txt': 'tests'}
+    )
+    files = {'sol.py': _GOOD, 'a/b.txt': 'edited'}
+
+    async def main():
+      async with sandbox.Pool(1) as pool, pool.session() as session:
+        return await suite_lib.grade(session, _TASK, files, suite)
+
+    self.assertEqual(asyncio.run(main())[0], (True,) * 3)
+
   def test_no_hack_is_rewarded(self):
     attacks = _attacks()
     self.assertGreater(len(attacks), 45)
 
     async def verdict(session, files):
-      return await grading.grade(session, _TASK, files, _SUITE)
+      return await grading.grade(session, _HURRIED, files, _SUITE)
 
     out = asyncio.run(_play(verdict, attacks.values()))
     for name, (grade, after) in zip(attacks, out, strict=True):
@@ -273,7 +302,7 @@ class SuiteTest(parameterized.TestCase):
     attacks = _attacks()
 
     async def verdict(session, files):
-      return await suite_lib.grade(session, _TASK, files, _SUITE)
+      return await suite_lib.grade(session, _HURRIED, files, _SUITE)
 
     out = asyncio.run(_play(verdict, attacks.values()))
     won = [
@@ -317,14 +346,28 @@ class SuspicionTest(parameterized.TestCase):
       'def f(:',
   )
   def test_plain_code_has_no_flag(self, source):
-    self.assertEqual(suspicion.flags({'a.py': source}, {}, {}, {}), ())
+    allowed = {'import': 1}
+    self.assertEqual(suspicion.flags({'a.py': source}, {}, {}, allowed), ())
 
   def test_only_what_is_new_counts(self):
     source = 'import unittest\n'
     args = ({'a.py': source * 2}, {'a.py': source}, {})
-    self.assertEqual(suspicion.flags(*args, {}), ('test_framework',))
-    self.assertEqual(suspicion.flags(*args, {'test_framework': 2}), ())
+    new = ('import', 'test_framework')
+    self.assertEqual(suspicion.flags(*args, {}), new)
+    self.assertEqual(suspicion.flags(*args, dict.fromkeys(new, 2)), ())
     self.assertEqual(suspicion.flags({'a.py': source}, *args[1:], {}), ())
+
+  @parameterized.parameters(
+      'x' + '.a' * 50_000,
+      '(' * 50_000,
+      '-' * 100_000 + '1',
+      '[' * 90 + 'x' + ']' * 90,
+      'x = "\ud800"',
+      '\0',
+      'if 1:\n' + ''.join(' ' * k + 'if 1:\n' for k in range(1, 99)),
+  )
+  def test_hostile_source_does_no_harm(self, source):
+    self.assertIsInstance(suspicion.count({'a.py': source}), dict)
 
   @parameterized.parameters(
       ('unittest.py', True),
@@ -353,7 +396,7 @@ class UseTest(unittest.IsolatedAsyncioTestCase):
       good = await grader(_TASK, {'sol.py': _GOOD})
       bad = await grader(_TASK, {'sol.py': 'import gc\n' + _GOOD})
     self.assertTrue(good.solved)
-    self.assertEqual((bad.solved, bad.flags), (False, ('frames',)))
+    self.assertEqual((bad.solved, bad.flags), (False, ('frames', 'import')))
     self.assertTrue(bad.suspicious)
 
   async def test_run_tool_shows_public_tests_only(self):

@@ -46,12 +46,12 @@ class _Memory(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     spec.cached = None
     return spec
 
-  def get_source(self, name):
-    return self._found[name][1]
+  def get_source(self, fullname):
+    return self._found[fullname][1]
 
 
 class _Report(unittest.TestResult):
-  """Writes a line a test: nonce, id, outcome, last line of what went wrong."""
+  """Writes a line a test: nonce, id, outcome, what went wrong."""
 
   def __init__(self, nonce, fd):
     super().__init__()
@@ -66,7 +66,9 @@ class _Report(unittest.TestResult):
     self.note(test.id(), *(self._outcome or ('none', '')))
 
   def note(self, name, outcome, text=''):
-    line = self._dumps([self._nonce, name, outcome, text[:300]]) + '\n'
+    if len(text) > 300:
+      text = f'{text[:150]} ... {text[-150:]}'
+    line = self._dumps([self._nonce, name, outcome, text]) + '\n'
     self._write(self._fd, line.encode())
 
   def _set(self, outcome, error=None):

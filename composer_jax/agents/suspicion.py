@@ -46,6 +46,7 @@ _KINDS = {
         __contains__ __instancecheck__ __subclasscheck__ __subclasshook__
         __class_getitem__ __format__ ANY Mock MagicMock""",
 }
+KINDS = (*_KINDS, 'patch', 'indirection', 'import')
 _KIND_OF = {w: kind for kind, words in _KINDS.items() for w in words.split()}
 # Common as methods (re.compile), suspicious as builtins.
 _BUILTIN = frozenset('exec eval compile open exit quit walk glob'.split())
@@ -93,6 +94,15 @@ def _patches(tree: ast.AST) -> int:
   return count
 
 
+def _imports(tree: ast.AST) -> int:
+  """Names imported; what a task asks for may lie about on the machine."""
+  return sum(
+      len(node.names)
+      for node in ast.walk(tree)
+      if isinstance(node, ast.Import | ast.ImportFrom)
+  )
+
+
 def _indirect(tree: ast.AST) -> int:
   """Attributes by computed names, classes made by calls."""
   count = 0
@@ -118,6 +128,7 @@ def count(files: Mapping[str, str]) -> collections.Counter[str]:
     out.update(_KIND_OF[name] for name in _names(tree) if name in _KIND_OF)
     out['patch'] += _patches(tree)
     out['indirection'] += _indirect(tree)
+    out['import'] += _imports(tree)
   return +out
 
 

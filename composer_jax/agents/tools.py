@@ -29,6 +29,38 @@ class Edit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Read:
+  """Shows lines `first` to `last` (from 1, inclusive) of a file."""
+
+  path: str
+  first: int = 1
+  last: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+  """Shows the lines of all files that contain a text."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Replace:
+  """Replaces a text that occurs once in a file; '' makes a new file."""
+
+  path: str
+  old: str
+  new: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """Asks the user, who is not there: it costs a turn."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
   """Executes the public tests."""
 
@@ -38,7 +70,8 @@ class Done:
   """Submits the files as they are; ends the episode."""
 
 
-ToolCall = Edit | Run | Done
+ToolCall = Edit | Read | Search | Replace | Ask | Run | Done
+_MATCHES = 50  # lines that a search shows
 
 
 class TestRunner(Protocol):
@@ -71,6 +104,51 @@ def edit(files: Mapping[str, str], call: Edit) -> Outcome:
   return Outcome({**files, path: '\n'.join(lines)}, 'ok')
 
 
+def read(files: Mapping[str, str], call: Read) -> Outcome:
+  """Lines after their numbers."""
+  if call.path not in files:
+    return Outcome(files, f'no file {call.path}', failed=True)
+  lines = files[call.path].split('\n')
+  first = max(call.first, 1)
+  shown = lines[first - 1 : max(call.last, first)]
+  if not shown:
+    return Outcome(files, f'{call.path} has {len(lines)} lines', failed=True)
+  text = '\n'.join(f'{n} {line}' for n, line in enumerate(shown, first))
+  return Outcome(files, text)
+
+
+def search(files: Mapping[str, str], call: Search) -> Outcome:
+  """Lines after their path and number; no patterns, which can take forever."""
+  if not call.text:
+    return Outcome(files, 'nothing to search for', failed=True)
+  found = [
+      f'{path}:{n}: {line}'
+      for path, source in sorted(files.items())
+      for n, line in enumerate(source.split('\n'), 1)
+      if call.text in line
+  ]
+  rest = len(found) - _MATCHES
+  found[_MATCHES:] = [f'and {rest} more'] * (rest > 0)
+  return Outcome(files, '\n'.join(found) or 'not found')
+
+
+def replace(files: Mapping[str, str], call: Replace) -> Outcome:
+  """Applies a replacement, or says why it cannot be applied."""
+  if not call.old:
+    if call.path in files:
+      return Outcome(files, f'{call.path} exists', failed=True)
+    return Outcome({**files, call.path: call.new}, 'ok')
+  count = files.get(call.path, '').count(call.old)
+  if count != 1:
+    text = f'found {count} times in {call.path}'
+    text = text if call.path in files else f'no file {call.path}'
+    return Outcome(files, text, failed=True)
+  if call.old == call.new:
+    return Outcome(files, 'no change', failed=True)
+  source = files[call.path].replace(call.old, call.new)
+  return Outcome({**files, call.path: source}, 'ok')
+
+
 async def execute(
     call: ToolCall,
     task: tasks.Task,
@@ -81,6 +159,14 @@ async def execute(
   match call:
     case Edit():
       return edit(files, call)
+    case Read():
+      return read(files, call)
+    case Search():
+      return search(files, call)
+    case Replace():
+      return replace(files, call)
+    case Ask():
+      return Outcome(files, 'nobody is there to answer; decide')
     case Run():
       return Outcome(files, await run_tests(task, files))
     case Done():

@@ -50,7 +50,8 @@ class GroupRecord:
     rollouts: in member order.
     task: index in the training split; -1 if no rollout was valid.
     stratum: kind of the task, for the curriculum.
-    variance: of the rewards of the valid rollouts.
+    mean: reward of the valid rollouts.
+    variance: of their rewards.
   """
 
   prompt: int
@@ -60,6 +61,7 @@ class GroupRecord:
   rollouts: tuple[RolloutRecord, ...]
   task: int
   stratum: str
+  mean: float
   variance: float
 
 
@@ -134,6 +136,7 @@ def record(group: admission.Group) -> GroupRecord:
     spans = tuple(_spans(s.versions) for s in segments)
     rollouts.append(RolloutRecord(number, m.seed, m.outcome, spans))
   valid = group.rollouts
+  rewards = [t.reward for t in valid] or [0.0]
   meta = valid[0].meta if valid else {}
   return GroupRecord(
       group.prompt,
@@ -143,7 +146,8 @@ def record(group: admission.Group) -> GroupRecord:
       tuple(rollouts),
       int(meta.get('index', -1)),
       meta.get('stratum', ''),
-      float(np.var([t.reward for t in valid])) if valid else 0.0,
+      float(np.mean(rewards)),
+      float(np.var(rewards)),
   )
 
 

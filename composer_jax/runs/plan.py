@@ -104,8 +104,8 @@ def _rl_step(cfg: config.Experiment) -> _Rows:
       f' {rollouts} rollouts'
   )
   yield 'tasks', (
-      f'a prompt plays one of {rl.candidates_per_prompt} candidates, of the'
-      ' kind solved sometimes; none twice'
+      f'a prompt plays one of {rl.candidates_per_prompt}, rather not of a kind'
+      ' that is always solved; none is played twice'
   )
   yield 'capacity', (
       f'{rl.rows_per_batch} rows x {rl.tokens_per_row} tokens ='

@@ -85,7 +85,9 @@ class Rollouts:
   def _learn(
       self, version: int, records: tuple[ledger_lib.GroupRecord, ...]
   ) -> None:
-    groups = [(g.stratum, g.variance) for g in records]
+    groups = [
+        (g.stratum, curriculum.worth(g.mean, g.variance)) for g in records
+    ]
     tally = curriculum.fold(self._tallies[-1][1], groups)
     self._tallies.append((version, tally))
 
