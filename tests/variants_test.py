@@ -16,12 +16,13 @@ from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.rollout import engine as engine_lib
 from kernels_triton import contract
 from kernels_triton import router
 
 _BASE = config.ModelConfig(
     vocab=64,
-    layers=2,
+    layers=1,
     embed=32,
     q_heads=4,
     kv_heads=2,
@@ -30,9 +31,7 @@ _BASE = config.ModelConfig(
     moe_ffn=32,
 )
 _VARIANTS = {
-    'sigmoid': dict(
-        router='sigmoid', shared_experts=1, routed_scale=2.5, layers=1
-    ),
+    'sigmoid': dict(router='sigmoid', shared_experts=1, routed_scale=2.5),
     'dense': dict(experts=0, top_k=0, shared_experts=2),
 }
 _PROMPT, _LENGTH = 21, 40
@@ -107,6 +106,47 @@ class VariantsTest(parameterized.TestCase):
     again = _packed(texts, cfg, routing)
     replayed, _ = step.score(params, again, cfg=cfg, mesh=mesh)
     np.testing.assert_array_equal(np.asarray(replayed)[rows, :_LENGTH], logps)
+
+  @parameterized.parameters(*_VARIANTS)
+  def test_windows_of_the_engine_train_without_mismatch(self, variant):
+    cfg = _cfg(variant, replay_threshold=0.2)
+    params = _params(cfg)
+    engine = engine_lib.Engine(
+        cfg,
+        config.RolloutConfig(slots=4, context_tokens=64),
+        trace.WeightVersion(0, 'digest', None),
+        params,
+        devices=jax.devices()[:1],
+    )
+    self.addCleanup(engine.close)
+    prompts = [
+        items.document(np.arange(5, 9 + i, dtype=np.int32)) for i in range(3)
+    ]
+    prompts = [
+        dataclasses.replace(
+            p,
+            sampled=np.zeros(len(p), bool),
+            versions=np.full(len(p), -1, np.int32),
+        )
+        for p in prompts
+    ]
+    windows = [
+        engine.submit(engine_lib.Request(p, 12, frozenset(), seed)).result(60)
+        for seed, p in enumerate(prompts)
+    ]
+    packed = [items.Item(i, w, 1.0) for i, w in enumerate(windows, 1)]
+    shape = packing.Shape(4, 64, contract.KEY_BLOCK)
+    batches, _ = packing.pack_all(packed, shape, now=0, replay=cfg)
+    _, metrics = step.gradients(
+        params,
+        batches[0],
+        jnp.float32(1.0),
+        cfg=cfg,
+        loss=losses.DppoTv(),
+        mesh=step.make_mesh(config.MeshConfig(2)),
+    )
+    self.assertEqual(float(metrics['mismatch/max_log_ratio'].value()), 0.0)
+    self.assertEqual(float(metrics['routing/disagreement'].value()), 0.0)
 
   @parameterized.parameters(*_VARIANTS)
   def test_every_tensor_learns_but_the_bias(self, variant):

@@ -248,16 +248,16 @@ class Lane:
       routing[here] = table.routing[slot, there]
       start += count * _TILE
     return self.runner.prefill(
-        tokens.reshape(-1, _TILE),
-        positions.reshape(-1, _TILE),
+        tokens.reshape(n // _TILE, _TILE),
+        positions.reshape(n // _TILE, _TILE),
         np.repeat(self._cache.table[[p[0] for p in pieces]], tiles, axis=0),
-        routing.reshape(-1, _TILE, *routing.shape[1:]),
+        routing.reshape(n // _TILE, _TILE, *routing.shape[1:]),
     )
 
   def _prefilled(self, pieces, ended, used):
     table, start = self.table, 0
     if used is not None:
-      used = np.asarray(used).reshape(-1, *table.routing.shape[2:])
+      used = np.concatenate(np.asarray(used))  # of tiles
     for slot, at, size in pieces:
       if size:
         table.fill_routing(slot, at, used[start : start + size])
