@@ -2,13 +2,14 @@
 
 Both call one tile: QUERY_ROWS query tokens (times the query heads of one
 key-value head) against key blocks of KEY_BLOCK keys in ascending order; a page
-of the cache is one such block, wherever it lies. The
-softmax is two-pass: the maximum over every score, then exp(s - max) @ [v | 1]
-summed block by block, one division at the end. Nothing is rescaled, so a
-wholly masked block adds exact zeros and may be skipped or not without
-changing a bit; that is what makes packed rows, short caches and long caches
-agree. Segments must start at multiples of KEY_BLOCK, or the blocks of the two
-roles would cut the keys in different places.
+of the cache is one such block, wherever it lies. The softmax is two-pass: the
+maximum over every score, then exp(s - max) @ [v | 1] summed block by block, one
+division at the end. Nothing is rescaled, so a wholly masked block adds exact
+zeros and may be skipped or not without changing a bit; that is what makes
+packed rows, short caches and long caches agree. Segments must start at
+multiples of KEY_BLOCK, or the blocks of the two roles would cut the keys in
+different places. The Triton kernels have an invariant of their own, see
+`attention_kernel`.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,12 @@ from the counts before it where its own begin. Offsets are 64-bit.
 import triton
 import triton.language as tl
 
+from kernels_triton import delta
 from kernels_triton import launch
 
-TILE = 4096
-CONFIGS = {('uint16', 90): launch.Config({'TILE': TILE}, warps=4, stages=1)}
+CONFIGS = {
+    ('uint16', 90): launch.Config({'TILE': delta.TILE}, warps=4, stages=1)
+}
 
 
 @triton.jit
