@@ -28,6 +28,7 @@ def _config(*edits):
       small_config.experiment(),
       f'rl.steps={_STEPS}',
       'rl.max_staleness_versions=0',
+      'rl.candidates_per_prompt=1',  # the plain loop takes tasks as they come
       *edits,
   )
 

@@ -173,7 +173,7 @@ def _played(
     versions = np.concatenate([np.full(n, v) for v, n in runs])
     trajectory = host.call(
         host.rollout(
-            cfg.tasks.task(record.prompt, 'train'),
+            rollouts.training_task(cfg, record.task),
             admission.task_id(rollouts.RUN, record.prompt, r.member),
             seed=r.seed,
             policy=Recorded(cfg, weights, versions),

@@ -16,6 +16,7 @@ import itertools
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import curriculum
+from composer_jax.agents import tasks as tasks_lib
 from composer_jax.fleet import admission
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ledger as ledger_lib
@@ -26,6 +27,13 @@ from composer_jax.weights import publish
 RUN = 'offline'
 _MAX_ATTEMPTS = 3
 _TALLIES = 32  # kept; more than a prompt's admission can lag behind
+
+
+def training_task(cfg: config.Experiment, index: int) -> tasks_lib.Task:
+  """A training task that says which it is, for the ledger."""
+  task = cfg.tasks.task(index, 'train')
+  known = {'index': str(index), 'stratum': curriculum.stratum(task)}
+  return dataclasses.replace(task, meta={**task.meta, **known})
 
 
 class Rollouts:
@@ -128,10 +136,7 @@ class Rollouts:
 
   async def _roll(self, lease: queue_lib.Lease) -> None:
     rl = self._cfg.rl
-    index = lease.spec['task']
-    task = self._cfg.tasks.task(index, 'train')
-    known = {'index': str(index), 'stratum': curriculum.stratum(task)}
-    task = dataclasses.replace(task, meta={**task.meta, **known})
+    task = training_task(self._cfg, lease.spec['task'])
     try:
       # The deadline of the lease bounds the work: a hung environment loses
       # it, and the task is played again.
