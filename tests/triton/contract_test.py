@@ -110,7 +110,7 @@ class ContractTest(parameterized.TestCase):
           whole,
       )
 
-  @parameterized.parameters(*_IMPLEMENTATIONS)
+  @parameterized.parameters(*((i,) for i in _IMPLEMENTATIONS))
   def test_gradients_repeat(self, implementation):
     @jax.jit
     def grads(x):
