@@ -100,15 +100,15 @@ class TightTest(parameterized.TestCase):
     def refresh():
       submitted.wait(60)
       calls.append(None)
-      if len(calls) == 2:
-        # Of a group that is being prefilled its first; one that decodes; one
-        # that has no slot yet.
+      if len(calls) == 4:
+        # Of a group whose last page is half full its first; one that decodes;
+        # one that has no slot yet.
         for i in (0, 3, 9):
           self.assertTrue(pending[i].cancel())
       return None
 
     requests = [
-        lib.request(i, tokens=np.arange(70) % 64, max_tokens=20)
+        lib.request(i, tokens=np.arange(90) % 64, max_tokens=20)
         for i in range(3)
     ] + [lib.request(i, tokens=[i], max_tokens=90) for i in range(3, 10)]
     with _engine() as engine:

@@ -205,9 +205,11 @@ class Engine:
       self._cancelled.clear()
       for lane in self._lanes:
         lane.cancel()
-      for future in [f for f in self._open if f.cancelled()]:
+      with self._changed:  # callers add to it
+        gone = {f for f in self._open if f.cancelled()}
+        self._open -= gone
+      for future in gone:
         future.set_running_or_notify_cancel()  # or `futures.wait` hangs
-        self._open.remove(future)
       for key, group in list(self._taken.items()):
         left = [member for member in group if not member[1].cancelled()]
         self._stats.cancelled += len(group) - len(left)
