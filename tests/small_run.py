@@ -33,15 +33,15 @@ def run(binary, workdir, *edits, **kwargs):
   return finished(command(binary, workdir, *edits, **kwargs))
 
 
-def finished(arguments):
-  """Runs a command to its end; returns the finished process."""
+def finished(arguments, **extra):
+  """Runs a command, with more environment, to its end."""
   return subprocess.run(
       arguments,
       capture_output=True,
       text=True,
       timeout=600,
       cwd=ROOT,
-      env=environment(),
+      env=environment(**extra),
       check=False,
   )
 

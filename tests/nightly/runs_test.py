@@ -4,6 +4,7 @@ A claim that fails names the first op, layer and token that differ.
 """
 
 import dataclasses
+import json
 import pathlib
 import random
 import shutil
@@ -25,6 +26,7 @@ from composer_jax.learner import step
 from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import feed
+from composer_jax.runs import manifest
 from composer_jax.runs import replay
 from composer_jax.weights import checkpoint
 from composer_jax.weights import follow
@@ -245,6 +247,21 @@ class RunTest(absltest.TestCase):
     done = small_run.run('rl', workdir, *_SYNC)
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertEqual(dict(digest.of_run(_CFG, workdir)), self.digests)
+
+  def test_a_run_does_not_go_on_under_another_numeric_contract(self):
+    command = small_run.command('midtrain', self.workdir, *_SYNC)
+    flags_now = {'XLA_FLAGS': '--xla_cpu_enable_fast_math=false'}
+    refused = small_run.finished(command, **flags_now)
+    self.assertEqual(refused.returncode, 2)
+    (line,) = refused.stderr.splitlines()
+    self.assertIn("xla_flags '' -> '--xla_cpu_enable", line)
+    command.append('--accept_numeric_change')
+    for flags_then in (flags_now, {}):  # and back again
+      accepted = small_run.finished(command, **flags_then)
+      self.assertEqual(accepted.returncode, 0, accepted.stderr)
+    head = json.loads((self.workdir / manifest.FILE).read_text())
+    changes = [r['changed'].get('xla_flags') for r in head['history'][-2:]]
+    self.assertEqual(changes[0], changes[1][::-1])
 
   def test_8_asynchronous_run_replays_from_its_ledger(self):
     """Through in-flight swaps, stale batches, a kill and a resume."""
