@@ -104,6 +104,15 @@ class PoolTest(absltest.TestCase):
     self.assertEqual(fresh, taken[2])
     self.assertEqual(pool.find(keys), taken[:2])
 
+  def test_equal_keys_of_a_page_are_one(self):
+    pool = pages.Pool(1)
+    (page,) = pool.take(1)
+    pool.publish(page, [b'k', b'k'], None)
+    self.assertEqual(pool.find([b'k']), [page])
+    pool.drop([page])
+    self.assertEqual(pool.take(1), [page])
+    self.assertEqual(pool.find([b'k']), [])
+
   def test_the_first_page_with_a_key_stays(self):
     pool = pages.Pool(2)
     a, b = pool.take(2)

@@ -82,7 +82,8 @@ class Pool:
 
   def publish(self, page: int, keys: Iterable[bytes], payload: Any) -> None:
     """Makes a held page findable; keys that already find one are skipped."""
-    fresh = [key for key in keys if key not in self._found]
+    # Keys may be equal: all routes of the page were recorded, or there are none.
+    fresh = [key for key in dict.fromkeys(keys) if key not in self._found]
     if fresh:
       known = self._published.setdefault(page, ([], payload))
       known[0].extend(fresh)
