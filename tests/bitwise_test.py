@@ -1,5 +1,6 @@
 """The numeric contract: decode and trainer give the same bits, naive code not."""
 
+import dataclasses
 import functools
 
 from absl.testing import absltest
@@ -30,13 +31,26 @@ _CFG = config.ModelConfig(
 )
 
 
-def _cfg(dtype):
-  return config.ModelConfig(**{**_CFG.__dict__, 'dtype': dtype})
+KINDS = {
+    'softmax': {},
+    'sigmoid': {'router': 'sigmoid', 'shared_experts': 1, 'routed_scale': 2.5},
+    'dense': {'experts': 0, 'top_k': 0, 'shared_experts': 2},
+}
+BATCHES = ((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1))
+
+
+def _cfg(dtype, kind='softmax'):
+  return dataclasses.replace(_CFG, dtype=dtype, **KINDS[kind])
 
 
 @functools.cache
-def _params(seed=0):
-  masters = params_lib.init(_CFG, jax.random.key(seed))
+def _params(seed=0, kind='softmax'):
+  masters = params_lib.init(_cfg('float32', kind), jax.random.key(seed))
+  moe = masters.layers.moe
+  if moe.bias is not None:  # zero at first; the choice shall depend on it
+    bias = 0.1 * jax.random.normal(jax.random.key(9), moe.bias.shape)
+    moe = moe.replace(bias=bias)
+    masters = masters.replace(layers=masters.layers.replace(moe=moe))
   return jax.tree.map(
       lambda x: x.astype(jnp.float32), params_lib.publish_dtype(masters)
   )
@@ -126,23 +140,30 @@ def _trained(params, texts, cfg, rows, tokens_per_row, devices):
   return out
 
 
+def check_decode_equals_trainer(dtype, kind, count, prompt, cut):
+  """Log-probs of equal bits and equal routes, for the first `count` texts."""
+  cfg, params = _cfg(dtype, kind), _params(kind=kind)
+  logps, routes = _decoded(params, _texts()[:count], prompt, cfg, cut=cut)
+  # The trainer packs every text, decode runs the first few.
+  trained = _trained(params, _texts(), cfg, 24, 128, 2)
+  for got, route, (want, want_route) in zip(
+      logps, routes, trained[:count], strict=True
+  ):
+    np.testing.assert_array_equal(_bits(got), _bits(want[prompt + 1 :]))
+    np.testing.assert_array_equal(route, want_route[:-1])
+
+
 class BitwiseTest(parameterized.TestCase):
 
-  @parameterized.product(
-      dtype=('float32', 'bfloat16'),
-      batch=((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1)),
-  )
+  @parameterized.product(dtype=('float32', 'bfloat16'), batch=BATCHES)
   def test_decode_equals_trainer(self, dtype, batch):
-    count, prompt, cut = batch
-    cfg = _cfg(dtype)
-    logps, routes = _decoded(_params(), _texts()[:count], prompt, cfg, cut=cut)
-    # The trainer packs every text, decode runs the first few.
-    trained = _trained(_params(), _texts(), cfg, 24, 128, 2)
-    for got, route, (want, want_route) in zip(
-        logps, routes, trained[:count], strict=True
-    ):
-      np.testing.assert_array_equal(_bits(got), _bits(want[prompt + 1 :]))
-      np.testing.assert_array_equal(route, want_route[:-1])
+    check_decode_equals_trainer(dtype, 'softmax', *batch)
+
+  @parameterized.product(
+      dtype=('float32', 'bfloat16'), kind=('sigmoid', 'dense')
+  )
+  def test_other_models_too(self, dtype, kind):
+    check_decode_equals_trainer(dtype, kind, *BATCHES[2])
 
   @parameterized.parameters(
       (33, 64, 1), (18, 128, 2), (12, 256, 4), (36, 64, 4)

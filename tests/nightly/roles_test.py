@@ -24,6 +24,7 @@ from composer_jax.runs import divergence
 from composer_jax.runs import ops
 from kernels_triton import contract
 from kernels_triton import rows
+from tests import bitwise_test
 from tests import small_config
 
 _MODEL = small_config.experiment().model
@@ -84,6 +85,14 @@ class RolesTest(parameterized.TestCase):
     for seed, chunk in ((0, 3), (1, 7)):
       got = self._decoded(_texts(7)[:batch], dtype, seed=seed, chunk=chunk)
       self._assert_equal(got, want)
+
+  @parameterized.product(
+      dtype=('float32', 'bfloat16'),
+      kind=('sigmoid', 'dense'),
+      batch=bitwise_test.BATCHES,
+  )
+  def test_2_other_models_too(self, dtype, kind, batch):
+    bitwise_test.check_decode_equals_trainer(dtype, kind, *batch)
 
   @parameterized.product(dtype=('float32', 'bfloat16'), batch=(1, 3, 7))
   def test_2_weights_are_swapped_in_mid_flight(self, dtype, batch):
