@@ -14,7 +14,6 @@ from composer_jax import config
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
 from experiments import bench
-from experiments.bench_suites import decode
 from experiments.bench_suites import mixtral
 from experiments.bench_suites import paired
 from experiments.bench_suites import sandbox
@@ -88,25 +87,6 @@ class SuiteTest(absltest.TestCase):
     self.assertLen(r.ours, 2)
     self.assertGreater(min(r.ours), 0)
     self.assertEqual(bool(r.peer), mixtral.installed())
-
-  def test_decode(self):
-    out = decode.run(
-        pairs=1,
-        cfg=_SMALL,
-        batches=(3,),
-        prompt_tokens=8,
-        new_tokens=24,
-        group=6,
-        arrivals=5,
-    )
-    r = out[0]
-    self.assertEqual(r.name, 'decode batch 3')
-    self.assertGreater(r.ours[0], 0)
-    self.assertEqual(bool(r.peer), mixtral.installed())
-    figures = {f.name: f.value for f in out[1:]}
-    self.assertLen(figures, 8)
-    self.assertEqual(figures.pop('requests aborted by swaps'), 0)
-    self.assertGreater(min(figures.values()), 0)
 
   def test_sandbox(self):
     figures = {f.name: f for f in sandbox.run(pairs=1)}

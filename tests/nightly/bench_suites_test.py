@@ -1,16 +1,44 @@
-"""What of the kernel suite takes long: compilation and fresh processes."""
+"""What of the benchmark takes long: many shapes to compile, fresh processes."""
 
 from absl.testing import absltest
 import jax
 
+from experiments.bench_suites import decode
 from experiments.bench_suites import gpu_checks
 from experiments.bench_suites import gpu_times
 from experiments.bench_suites import kernels
+from experiments.bench_suites import mixtral
 from experiments.bench_suites import paired
 from tests import small_sizes
 
 
+class DecodeSuiteTest(absltest.TestCase):
+
+  def test_every_figure(self):
+    out = decode.run(
+        pairs=1,
+        cfg=small_sizes.MODEL,
+        batches=(3,),
+        prompt_tokens=8,
+        new_tokens=24,
+        group=6,
+        arrivals=5,
+    )
+    r = out[0]
+    self.assertEqual(r.name, 'decode batch 3')
+    self.assertGreater(r.ours[0], 0)
+    self.assertEqual(bool(r.peer), mixtral.installed())
+    figures = {f.name: f.value for f in out[1:]}
+    self.assertLen(figures, 8)
+    self.assertEqual(figures.pop('requests aborted by swaps'), 0)
+    self.assertGreater(min(figures.values()), 0)
+
+
 class KernelSuiteTest(absltest.TestCase):
+
+  def test_bits_are_equal(self):
+    found = gpu_checks.bits(small_sizes.SIZES, 'reference', repeats=1)
+    self.assertEqual([f.value for f in found], [0] * 4)
 
   def test_experts_are_timed_against_both_peers(self):
     ragged, dense = kernels.experts(small_sizes.MODEL, 16, pairs=1)
