@@ -50,7 +50,7 @@ class KernelSuiteTest(absltest.TestCase):
     first, second = (
         kernels.compile_seconds(small_sizes.MODEL, 32).value for _ in range(2)
     )
-    self.assertGreater(second, 0.3 * first)
+    self.assertGreater(second, 0.1 * first)
     self.assertTrue(jax.config.jax_enable_compilation_cache)
 
   def test_a_fresh_process_has_the_same_digest(self):
