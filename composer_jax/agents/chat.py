@@ -22,7 +22,6 @@ from jinja2 import sandbox
 import tokenizers
 
 from composer_jax.agents import tool_calls
-from composer_jax.agents.tool_calls import Reply
 
 Message = Mapping[str, Any]
 
@@ -274,7 +273,7 @@ class ChatFormat:
       ids = ids[:-1]
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  def parse(self, ids: Sequence[int]) -> Reply:
+  def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
     """Reads a reply; what is no readable tool call stays content."""
     return tool_calls.read(self._opened + self.text(ids), self._reader)
 
