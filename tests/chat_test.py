@@ -249,6 +249,15 @@ class PromptTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'not in the tokenizer'):
       chat.ChatFormat(_tokenizer(), QWEN, ['<|nothing|>'])
 
+  def test_only_a_given_clock_is_read(self):
+    dated = QWEN + "{{ strftime_now('%Y') }}"
+    with self.assertRaisesRegex(ValueError, 'strftime_now'):
+      _format(dated)
+    form = chat.ChatFormat(
+        _tokenizer(), dated, ['<|im_end|>'], strftime_now=lambda _: '1999'
+    )
+    self.assertEqual(form.text(form.prompt([_user('a')]))[-4:], '1999')
+
   def test_templates_cannot_reach_python(self):
     evil = '{{ messages.__class__.__mro__[1].__subclasses__() }}'
     with self.assertRaisesRegex(ValueError, 'refuses'):

@@ -8,8 +8,7 @@ token stays text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import json
 import pathlib
@@ -94,7 +93,6 @@ def _compile(template: str) -> jinja2.Template:
   )
   environment.filters['tojson'] = _to_json
   environment.globals['raise_exception'] = _refuse
-  environment.globals['strftime_now'] = datetime.datetime.now().strftime
   try:
     return environment.from_string(template)
   except jinja2.TemplateSyntaxError as e:
@@ -159,6 +157,7 @@ class ChatFormat:
       template: str,
       stop: Sequence[str],
       names: Mapping[str, str] | None = None,
+      strftime_now: Callable[[str], str] | None = None,
   ):
     """Compiles the template.
 
@@ -167,6 +166,8 @@ class ChatFormat:
       template: Jinja source.
       stop: special tokens that end a reply.
       names: what the template calls special tokens: 'bos_token' -> text.
+      strftime_now: the date in a format, for templates that show it. None
+        refuses them: a prompt should not depend on the clock unasked.
 
     Raises:
       ValueError: the template does not compile, or a stop token is unknown.
@@ -175,7 +176,9 @@ class ChatFormat:
     self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     self._tokenizer.encode_special_tokens = True
     self._template = _compile(template)
-    self._names = dict(names or {})
+    self._names: dict[str, Any] = dict(names or {})
+    if strftime_now:
+      self._names['strftime_now'] = strftime_now
     self._reader = tool_calls.reader_of(template)
     added = tokenizer.get_added_tokens_decoder()
     self._special = {t.content: i for i, t in added.items() if t.special}
@@ -287,7 +290,9 @@ def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:
   return ChatFormat(tokenizer, COMPACT_TEMPLATE, ['<|end|>'])
 
 
-def load(folder: pathlib.Path) -> ChatFormat:
+def load(
+    folder: pathlib.Path, strftime_now: Callable[[str], str] | None = None
+) -> ChatFormat:
   """The format of a model as it is published: tokenizer and template files.
 
   Raises:
@@ -315,6 +320,5 @@ def load(folder: pathlib.Path) -> ChatFormat:
   ends = json.loads(read('generation_config.json') or '{}').get('eos_token_id')
   ends = [ends] if isinstance(ends, int) else ends or []
   stop = [tokenizer.id_to_token(i) or str(i) for i in ends]
-  return ChatFormat(
-      tokenizer, template, stop or [names.get('eos_token', '')], names
-  )
+  stop = stop or [names.get('eos_token', '')]
+  return ChatFormat(tokenizer, template, stop, names, strftime_now)
