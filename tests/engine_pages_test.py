@@ -24,8 +24,8 @@ _TIGHT = config.RolloutConfig(
 )
 
 
-def _engine(rollout=_TIGHT, refresh=None):
-  return lib.engine(rollout, lanes=1, refresh=refresh)
+def _engine(rollout=_TIGHT, refresh=None, params=None):
+  return lib.engine(rollout, lanes=1, refresh=refresh, params=params)
 
 
 def _requests(count):
@@ -178,6 +178,71 @@ class PrefixTest(parameterized.TestCase):
         lib.score(lib.PARAMS[1], new)[start - 1 :].tobytes(),
         new.logps[start:].tobytes(),
     )
+
+  def test_one_version_prefills_a_context(self):
+    # In chunks of 20; the swap comes after the first of four, when another
+    # prompt has found an old page.
+    group = [
+        lib.request(i, tokens=np.arange(75) % 64, max_tokens=6)
+        for i in range(3)
+    ]
+    page = lib.request(8, tokens=[*range(32), *[7] * 40], max_tokens=6)
+    with _engine(params=lib.PARAMS[1]) as engine:
+      want = [lib.digest(w) for w in _group(engine, [*group, page])]
+    calls, started = [], threading.Event()
+
+    def refresh():
+      started.wait(60)
+      calls.append(None)
+      return (lib.version(1), lib.PARAMS[1]) if len(calls) == 4 else None
+
+    with _engine(refresh=refresh) as engine:
+      first = engine.submit(lib.request(9, tokens=range(40), max_tokens=1))
+      pending = engine.submit_group([*group, page])
+      started.set()
+      first.result(timeout=60)
+      windows = [f.result(timeout=60) for f in pending]
+      self.assertEqual(engine.stats().swaps, 1)
+      self.assertEqual(engine.free(), (7, 12))
+    for window in windows:
+      self.assertEqual(set(window.versions), {1})
+    renamed = [
+        dataclasses.replace(w, versions=np.zeros_like(w.versions))
+        for w in windows
+    ]
+    self.assertEqual([lib.digest(w) for w in renamed], want)
+
+  def test_a_session_comes_back_to_the_lane_with_its_pages(self):
+    rollout = dataclasses.replace(_ROOMY, slots=24)
+    with lib.engine(rollout, lanes=2) as engine:
+      sessions = _group(
+          engine,
+          [lib.request(i, tokens=[i] * 40, max_tokens=24) for i in range(8)],
+      )
+      before = engine.stats().cached_tokens
+      turns = [
+          engine_lib.Request(lib.append(w, [5] * 5), 3, frozenset(), i)
+          for i, w in enumerate(sessions)
+      ]
+      _group(engine, turns[::-1])
+      # Each had 64 tokens, the last of which was never fed.
+      self.assertEqual(engine.stats().cached_tokens - before, 8 * 32)
+
+  def test_a_common_prefix_does_not_crowd_one_lane(self):
+    rollout = dataclasses.replace(_ROOMY, slots=24)
+    with lib.engine(rollout, lanes=2) as engine:
+      lib.run(engine, [lib.request(0, tokens=range(40), max_tokens=1)])
+      before = engine.stats().prefill_tokens
+      _group(
+          engine,
+          [
+              lib.request(i, tokens=[*range(32), i, i], max_tokens=3)
+              for i in range(12)
+          ],
+      )
+      cold = engine.stats().prefill_tokens - before - 12 * 2
+      # Some had to prefill the prefix again, on the other lane.
+      self.assertIn(cold, [32 * n for n in range(1, 7)])
 
   def test_one_prefill_for_a_group_of_128(self):
     group = [lib.request(i, tokens=range(50), max_tokens=3) for i in range(128)]

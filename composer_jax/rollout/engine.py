@@ -73,6 +73,7 @@ class Engine:
     self.digests: dict[int, str] = {version.step: version.digest}
     self._lanes = []
     devices = devices[: rollout.slots]
+    self._slack = rollout.slots // len(devices) // 4
     tokens = rollout.cache_tokens
     for i, device in enumerate(devices):
       share = dataclasses.replace(
@@ -198,9 +199,9 @@ class Engine:
   def _take(self) -> None:
     """Takes what was submitted, and lets go of what was cancelled."""
     with self._changed:
-      for key, group in self._waiting.items():
-        self._taken.setdefault(key, []).extend(group)
-      self._waiting.clear()
+      waiting, self._waiting = self._waiting, {}
+    for group in waiting.values():
+      self._queue(group)
     if self._cancelled.is_set():
       self._cancelled.clear()
       for lane in self._lanes:
@@ -218,6 +219,10 @@ class Engine:
         else:
           del self._taken[key]
 
+  def _queue(self, group: lane_lib.Group) -> None:
+    key = _context_key(group[0][0].context)
+    self._taken.setdefault(key, []).extend(group)
+
   def _refresh(self) -> bool:
     """Takes newer weights if there are any; False while they wait for turns."""
     start = time.perf_counter()
@@ -232,8 +237,12 @@ class Engine:
           f'weights step {version.step}: must be above the current'
           f' {self._version.step}; versions only go forward'
       )
-    for lane in self._lanes:
-      lane.swap(version, params)
+    again = [g for lane in self._lanes for g in lane.swap(version, params)]
+    waiting, self._taken = self._taken, {}
+    for group in again:
+      self._queue(group)
+    for group in waiting.values():
+      self._queue(group)
     self._version = version
     self.digests[version.step] = version.digest
     pause, stats = time.perf_counter() - start, self._stats
@@ -245,17 +254,29 @@ class Engine:
   def _admit(self) -> None:
     """Hands what fits to the lanes, oldest first.
 
-    A group goes whole to the lane with the most free slots, where it shares one
-    prefill, and is split only if it does not fit there.
+    A group goes whole to one lane, where it shares one prefill, and is split
+    only if it does not fit there.
     """
     for key, group in list(self._taken.items()):
       while group:
-        lane = max(self._lanes, key=lambda lane: lane.room)
+        lane = self._lane(group[0][0].context)
         count = lane.admit(group, self._version.step) if lane.room else 0
         if not count:
           return
         del group[:count]
       del self._taken[key]
+
+  def _lane(self, context: trace.TokenTrace) -> lane_lib.Lane:
+    """The lane with the most of the context, among those about as free.
+
+    A session comes back to its pages, and a prefix that all requests share does
+    not crowd them on one lane.
+    """
+    most = max(lane.room for lane in self._lanes)
+    free = [x for x in self._lanes if x.room and x.room >= most - self._slack]
+    if len(free) < 2:
+      return max(self._lanes, key=lambda lane: lane.room)
+    return max(free, key=lambda lane: (lane.cached(context), lane.room))
 
   def _block(self) -> None:
     """Runs a block on every lane, and answers the windows it ended."""

@@ -118,10 +118,24 @@ class Lane:
 
   def swap(
       self, version: trace.WeightVersion, params: params_lib.Params
-  ) -> None:
-    """Takes new weights: what runs keeps its pages, nothing new finds them."""
+  ) -> list[Group]:
+    """Takes new weights: what runs keeps its pages, nothing new finds them.
+
+    Returns:
+      Requests whose context is not complete. They have to be admitted again:
+      one version prefills a context, or nobody could tell which did what.
+    """
+    begun = [slot for prompt in self._prompts for slot in prompt.slots]
+    groups = [
+        [self.table.revoke(slot) for slot in prompt.slots]
+        for prompt in self._prompts
+    ]
+    self._prompts.clear()
+    for slot in begun:
+      self._cache.drop(slot)
     self.runner.swap(params)
     self._cache.forget(version.digest.encode())
+    return groups
 
   def admit(self, group: Group, version: int) -> int:
     """Gives slots and pages to as many of a group as find both.
@@ -162,6 +176,10 @@ class Lane:
       self.table.fill_routing(slots[0], i * _SIZE, pool.payload(page))
     self._prompts.append(_Prompt(slots, known * _SIZE, stop))
     return len(slots)
+
+  def cached(self, context: trace.TokenTrace) -> int:
+    """Pages of the context that need no prefill."""
+    return len(self._find(context, (len(context) - 1) // _SIZE))
 
   def _find(self, context: trace.TokenTrace, shared: int) -> list[int]:
     n = shared * _SIZE

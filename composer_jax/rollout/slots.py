@@ -246,9 +246,13 @@ class SlotTable:
         versions=self._versions[slot, :n].copy(),
         routing=trace.RoutingTrace(routing),
     )
+    return self.revoke(slot)[1], window
+
+  def revoke(self, slot: int) -> tuple[Request, futures.Future]:
+    """Frees the slot as if its request had never been admitted."""
+    request, self._requests[slot] = self._requests[slot], None
     future, self._futures[slot] = self._futures[slot], None
-    self._requests[slot] = None
     self.live[slot] = False
     self.length[slot] = 1
     heapq.heappush(self._free, slot)
-    return future, window
+    return request, future

@@ -78,9 +78,7 @@ def _draw(params, pages, token, at, table, routing, seed, temperature, *, cfg):
 class Recorded:
   """Draws each token of a window with the weights that a record names.
 
-  A context is prefilled with the weights that draw the first token after it. One
-  whose chunks the engine has fed to two versions is drawn differently, which
-  its digest shows: the ledger does not say where the chunks were cut.
+  A context is prefilled with the weights that draw the first token after it.
 
   Attributes:
     cfg: the experiment.
