@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import functools
 import statistics
 import time
@@ -27,6 +28,9 @@ _PAUSE_SECONDS = 0.25  # bound of a swap's pause
 _FEED_SECONDS = 0.2  # between two swaps
 
 Report = list[paired.Result | paired.Figure]
+
+
+_sizes = config.RolloutConfig  # slots, context tokens, steps per sync
 
 
 def _requests(prompts: np.ndarray, new_tokens: int) -> list[engine_lib.Request]:
@@ -54,6 +58,24 @@ def _seconds(run: Callable[[], object]) -> float:
   return time.perf_counter() - start
 
 
+def _middle_seconds(
+    engine: engine_lib.Engine, tokens: int, run: Callable[[], object]
+) -> float:
+  """Seconds in which the middle half of a run's tokens is decoded.
+
+  Before and after it the engine fills and drains, however requests arrive.
+  """
+  with futures.ThreadPoolExecutor(1) as pool:
+    first = engine.stats().decoded_tokens
+    running, times = pool.submit(run), []
+    for share in (0.25, 0.75):
+      while engine.stats().decoded_tokens - first < share * tokens:
+        time.sleep(0.002)
+      times.append(time.perf_counter())
+    running.result()
+  return times[1] - times[0]
+
+
 class _Bench:
   """A model, and engines of several sizes on it."""
 
@@ -63,10 +85,7 @@ class _Bench:
     self._cfg, self._pairs = cfg, pairs
     self._rng = np.random.default_rng(0)
 
-  def _engine(self, slots, context_tokens, steps, lanes=2, refresh=None):
-    rollout = config.RolloutConfig(
-        slots=slots, context_tokens=context_tokens, steps_per_sync=steps
-    )
+  def _engine(self, rollout, lanes=2, refresh=None):
     return engine_lib.Engine(
         self._cfg,
         rollout,
@@ -91,7 +110,7 @@ class _Bench:
     """Prefill and decode against the peer; then decode and prefill apart."""
     context = prompt_tokens + new_tokens
     prompts = functools.partial(self._prompts, batch, prompt_tokens)
-    with self._engine(batch, context, _STEPS_PER_SYNC) as engine:
+    with self._engine(_sizes(batch, context, _STEPS_PER_SYNC)) as engine:
       run = functools.partial(_generate, engine, prompts)
       result = paired.measure(
           f'decode batch {batch}',
@@ -120,7 +139,7 @@ class _Bench:
   def first_token(self, lengths: Sequence[int]) -> Report:
     """From submitting one prompt to its first token."""
     out = []
-    with self._engine(1, max(lengths) + 1, 1) as engine:
+    with self._engine(_sizes(1, max(lengths) + 1, 1)) as engine:
       for tokens in lengths:
         prompts = functools.partial(self._prompts, 1, tokens)
         run = functools.partial(_generate, engine, prompts, 1)
@@ -132,7 +151,7 @@ class _Bench:
 
   def group(self, members: int, prompt_tokens: int) -> Report:
     """Separate prompts against one prompt for all, one token each."""
-    with self._engine(members, prompt_tokens + 1, 1) as engine:
+    with self._engine(_sizes(members, prompt_tokens + 1, 1)) as engine:
       same = lambda: np.repeat(self._prompts(1, prompt_tokens), members, axis=0)
       apart = functools.partial(self._prompts, members, prompt_tokens)
       ratio = self._paired(
@@ -152,8 +171,8 @@ class _Bench:
       last[0], count[0] = time.perf_counter(), count[0] + 1
       return trace.WeightVersion(count[0], str(count[0]), None), self._params
 
-    context = prompt_tokens + new
-    with self._engine(streams, context, _ARRIVAL_STEPS, 2, refresh) as engine:
+    sizes = _sizes(streams, prompt_tokens + new, _ARRIVAL_STEPS)
+    with self._engine(sizes, refresh=refresh) as engine:
       prompts = functools.partial(self._prompts, streams, prompt_tokens)
       _generate(engine, prompts, new)
       stats = engine.stats()
@@ -172,7 +191,7 @@ class _Bench:
   ) -> Report:
     """Requests at random moments, against all at once."""
     context = prompt_tokens + new
-    with self._engine(slots, context, _ARRIVAL_STEPS) as engine:
+    with self._engine(_sizes(slots, context, _ARRIVAL_STEPS)) as engine:
       prompts = functools.partial(self._prompts, count, prompt_tokens)
       at_once = functools.partial(_generate, engine, prompts, new)
       at_once()
@@ -189,7 +208,11 @@ class _Bench:
         for future in pending:
           future.result()
 
-      ratio = self._paired(at_once, at_random)
+      middle = functools.partial(_middle_seconds, engine, count * new)
+      middle(at_random)
+      ratio = statistics.median(
+          middle(at_once) / middle(at_random) for _ in range(self._pairs)
+      )
     name = f'{count} random arrivals: throughput of the plateau'
     return [paired.Figure(name, ratio, '', least=0.9)]
 
@@ -199,9 +222,11 @@ class _Bench:
         slots=batch,
         context_tokens=prompt_tokens + new,
         steps_per_sync=_STEPS_PER_SYNC,
+        # At once, as the programs do: not a first half that decodes alone.
+        prefill_tokens=batch * prompt_tokens,
     )
     programs = _Programs(self._cfg, rollout, self._params, prompt_tokens, new)
-    with self._engine(batch, prompt_tokens + new, _STEPS_PER_SYNC, 1) as engine:
+    with self._engine(rollout, lanes=1) as engine:
       prompts = functools.partial(self._prompts, batch, prompt_tokens)
       ours = functools.partial(_generate, engine, prompts, new)
       ratio = self._paired(ours, programs.run)
