@@ -119,6 +119,7 @@ def serve(opened, **settings) -> int:
   asked = serving.Settings(
       url=url(),
       capture=pathlib.Path(values.capture),
+      clock=time.time,
       **{name: values[name].value for name in names},
       **settings,
   )

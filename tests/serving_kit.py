@@ -105,6 +105,7 @@ class Kit:
         model=MODEL,
         max_model_len=self._limit,
         max_calls=self._max_calls,
+        clock=time.time,
     )
     await self.server.start(endpoint.app(self.service, ADMIN))
 

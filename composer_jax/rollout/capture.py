@@ -25,6 +25,7 @@ from composer_jax.rollout import graph
 
 _FILE = 'calls.sqlite'
 _JOBS_PER_COMMIT = 256
+_LOCK_SECONDS = 1.0  # until another process that uses the file counts
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollouts (
   id TEXT PRIMARY KEY,
@@ -304,7 +305,9 @@ class Capture:
 
 
 def _connect(path: pathlib.Path) -> sqlite3.Connection:
-  db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+  db = sqlite3.connect(
+      path, _LOCK_SECONDS, isolation_level=None, check_same_thread=False
+  )
   db.execute('PRAGMA locking_mode = EXCLUSIVE')  # two servers would race
   db.execute('PRAGMA journal_mode = WAL')
   db.execute('PRAGMA synchronous = FULL')

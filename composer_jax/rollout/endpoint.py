@@ -26,13 +26,13 @@ from composer_jax.rollout import openai_replies
 from composer_jax.rollout import openai_requests
 from composer_jax.rollout import service as service_lib
 from composer_jax.rollout import session as session_lib
-from composer_jax.rollout.openai_requests import ApiError
 
 BODY_BYTES = 32 << 20
 # Of a body that is too long so much is read, so that the client can hear of it.
 _READ_BYTES = 8 * BODY_BYTES
 _PACE_SECONDS = 0.02  # between the events of a stream, at least
 
+ApiError = openai_requests.ApiError
 Request = requests.Request
 Response = responses.Response
 Handler = Callable[[Request], Awaitable[Response]]

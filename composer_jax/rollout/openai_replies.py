@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_jax import trace
-from composer_jax.rollout.openai_requests import Ask
+from composer_jax.rollout import openai_requests
+
+Ask = openai_requests.Ask
 
 
 def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:

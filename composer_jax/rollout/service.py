@@ -12,11 +12,11 @@ engine did is lost, and its rollout incomplete, unless a retry is answered.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 import contextlib
 import hashlib
 import json
 import secrets
-import time
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Service:
       model: str,
       max_model_len: int,
       max_calls: int,
+      clock: Callable[[], float],
   ):
     """Serves an engine; the class says what is not said here.
 
@@ -67,6 +68,7 @@ class Service:
       model: name that requests give.
       max_model_len: `RolloutConfig.context_tokens` of the engine.
       max_calls: sampled or waiting at once; more are told to come again.
+      clock: seconds since 1970, for clients.
     """
     self.engine = engine
     self.chat = chat
@@ -75,6 +77,7 @@ class Service:
     self.ready = True
     self._capture = capture
     self._max_calls = max_calls
+    self._clock = clock
     self._calls = 0
     self._sessions: dict[str, session_lib.Session] = {}
     self._names: dict[bytes, str] = {}  # of sessions, by digest of their keys
@@ -263,7 +266,7 @@ class Service:
     return {
         'id': f'cmpl-{name}' if plain else f'chatcmpl-{name}',
         'object': 'text_completion' if plain else 'chat.completion',
-        'created': int(time.time()),
+        'created': int(self._clock()),
         'model': self.model,
     }
 

@@ -27,6 +27,7 @@ class Settings:
   Attributes:
     url: of the weight store.
     capture: directory of the record of all calls.
+    clock: seconds since 1970, for clients.
     host: address to listen on.
     port: 0 for any that is free.
     slots: calls that are sampled together.
@@ -41,6 +42,7 @@ class Settings:
 
   url: str
   capture: pathlib.Path
+  clock: Callable[[], float]
   host: str = '127.0.0.1'
   port: int = 8000
   slots: int = 64
@@ -129,11 +131,12 @@ class Host:
     asked = self._settings
     self.service = service_lib.Service(
         self.engine,
-        stored.chat(),
+        stored.chat_format(),
         capture,
         model=asked.name or stored.name,
         max_model_len=rollout.context_tokens,
         max_calls=asked.slots + asked.max_waiting,
+        clock=asked.clock,
     )
     self.service.ready = False
     app = endpoint.app(self.service, asked.admin_key, asked.modes)

@@ -45,7 +45,7 @@ class StoredModel:
   stop: tuple[str, ...]
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def chat(self) -> chat.ChatFormat:
+  def chat_format(self) -> chat.ChatFormat:
     """The chat format."""
     tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer)
     return chat.ChatFormat(tokenizer, self.template, self.stop, self.names)
