@@ -9,37 +9,31 @@ import urllib.request
 
 from absl.testing import absltest
 from tests import graph_cases
+from tests import serving_kit
 from tests import small_run
 
 from composer_jax.rollout import capture
 from composer_jax.rollout import graph
 
 _HOST = """
-import os, pathlib, signal, sys, time
+import os, signal, sys
 import jax
-jax.config.update('jax_compilation_cache_dir', sys.argv[3])
+jax.config.update('jax_compilation_cache_dir', sys.argv[2])
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 from composer_jax.rollout import capture
 from tests import serving_kit
 
-folder, mode = sys.argv[1:3]
-if mode == 'kill':
-  answer = capture.Capture.answer
+answer = capture.Capture.answer
 
-  def kill(*args):  # once the reply is on disk, before anybody has it
-    answer(*args).result()
-    os.kill(os.getpid(), signal.SIGKILL)
+def kill(*args):  # once the reply is on disk, before anybody has it
+  answer(*args).result()
+  os.kill(os.getpid(), signal.SIGKILL)
 
-  capture.Capture.answer = kill
-kit = serving_kit.Kit(folder)
-key = 'the-key'
-if mode == 'kill':
-  kit.server.call(kit.service.open('r', 7, 'train', key))
-pathlib.Path(folder, 'url').write_text(kit.url)
+capture.Capture.answer = kill
+kit = serving_kit.Kit(sys.argv[1])
+kit.server.call(kit.service.open('r', 7, 'train', 'the-key'))
 print(kit.url, flush=True)
 sys.stdin.read()
-print(kit.engine.stats().decoded_tokens, len(kit.segments('r')), flush=True)
-kit.close()
 """
 
 
@@ -140,18 +134,6 @@ class CaptureTest(absltest.TestCase):
 
 class KillTest(absltest.TestCase):
 
-  def _start(self, folder, mode):
-    process = subprocess.Popen(
-        [sys.executable, '-c', _HOST, folder, mode, str(small_run.CACHE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=small_run.ROOT,
-        env=small_run.environment(),
-    )
-    self.addCleanup(process.stdout.close)
-    return process, process.stdout.readline().strip()
-
   def _post(self, url, retries):
     body = {'model': 'tiny', 'messages': [{'role': 'user', 'content': 'a'}]}
     request = urllib.request.Request(
@@ -166,18 +148,27 @@ class KillTest(absltest.TestCase):
 
   def test_a_retry_after_a_kill_between_capture_and_reply(self):
     folder = self.create_tempdir().full_path
-    process, url = self._start(folder, 'kill')
-    with self.assertRaises(OSError):
-      self._post(url, '0')
-    process.stdin.close()
-    self.assertEqual(process.wait(60), -signal.SIGKILL)
-    process, url = self._start(folder, 'serve')
-    reply = self._post(url, '1')
+    with subprocess.Popen(
+        [sys.executable, '-c', _HOST, folder, str(small_run.CACHE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=small_run.ROOT,
+        env=small_run.environment(),
+    ) as process:
+      url = process.stdout.readline().strip()
+      with self.assertRaises(OSError):
+        self._post(url, '0')
+    self.assertEqual(process.returncode, -signal.SIGKILL)
+    kit = serving_kit.Kit(folder)
+    self.addCleanup(kit.close)
+    reply = self._post(kit.url, '1')
     self.assertLen(reply['choices'][0]['token_ids'], 9)
-    process.stdin.close()
-    # The engine has sampled nothing; the rollout is complete.
-    self.assertEqual(process.stdout.read().split(), ['0', '1'])
-    self.assertEqual(process.wait(60), 0)
+    self.assertEqual(kit.engine.stats().decoded_tokens, 0)
+    (segment,) = kit.segments('r')  # nothing is missing
+    drawn = segment.tokens[segment.sampled].tolist()
+    self.assertEqual(drawn, reply['choices'][0]['token_ids'])
+    serving_kit.check_rescored(self, [segment])
 
 
 if __name__ == '__main__':

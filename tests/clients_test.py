@@ -138,7 +138,8 @@ class ToolTest(absltest.TestCase):
         for event in stream:
           (choice,) = event.choices
           text += choice.delta.content or ''
-          for call in choice.delta.tool_calls or ():
+          if choice.delta.tool_calls:
+            (call,) = choice.delta.tool_calls
             self.assertEqual(text, 'run it')
       else:
         (choice,) = client.chat.completions.create(**request).choices
