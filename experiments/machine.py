@@ -17,6 +17,7 @@ from composer_jax import config
 # A host can pretend to have any number of devices; beyond this many in one
 # process they only cost time.
 _MAX_HOST_DEVICES = 8
+_STOPPING = 'stopping after this step; once more to abort without saving'
 
 
 class Devices(typing.NamedTuple):
@@ -95,7 +96,13 @@ class Interrupt:
         ...
   """
 
-  def __init__(self):
+  def __init__(self, text: str = _STOPPING):
+    """Describes the manager.
+
+    Args:
+      text: what to print at the first signal.
+    """
+    self._text = text
     self._requested = False
     self._before: dict[int, Any] = {}
 
@@ -117,5 +124,4 @@ class Interrupt:
       raise KeyboardInterrupt
     self._requested = True
     # Not print(): it may be what was interrupted.
-    text = '\nstopping after this step; once more to abort without saving\n'
-    os.write(2, text.encode())
+    os.write(2, f'\n{self._text}\n'.encode())

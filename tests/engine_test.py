@@ -139,6 +139,16 @@ class EngineTest(parameterized.TestCase):
       np.testing.assert_array_equal(window.tokens[window.sampled], drawn[:ends])
       self.assertTrue(np.all(window.routing.experts[-1] == lib.BLANK))
 
+  def test_every_block_is_reported(self):
+    blocks = []
+    request = dataclasses.replace(
+        lib.request(9, max_tokens=16),
+        on_tokens=lambda ids: blocks.append(ids.tolist()),
+    )
+    (window,) = lib.run(self.engine, [request])
+    self.assertLen(blocks, 6)  # of three tokens each, the last one of one
+    self.assertEqual(sum(blocks, []), window.tokens[window.sampled].tolist())
+
   def test_a_stop_token_in_the_context_does_not_end_anything(self):
     window = lib.run(
         self.engine, [lib.request(1, tokens=[5] * 9, max_tokens=1, stop=[5])]

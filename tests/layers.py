@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'rollout': (
         'composer_jax/rollout/*.py',
         'config kernels_triton model trace typing',
-        f'{_JAX} jaxtyping',
+        f'{_JAX} jaxtyping prometheus_client starlette uvicorn',
     ),
     'weights': (
         'composer_jax/weights/*.py',

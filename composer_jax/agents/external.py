@@ -39,10 +39,17 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-  """What a service said at the end: path -> text, or None if it failed."""
+  """What a service said at the end.
+
+  Attributes:
+    submission: path -> text; None if it failed, or has graded its work itself.
+    status: free text.
+    reward: its own grade; rewards find it in the episode's meta.
+  """
 
   submission: Mapping[str, str] | None
   status: str = ''
+  reward: float | None = None
 
 
 class Gateway(Protocol):
@@ -205,7 +212,9 @@ class ExternalHarness:
         await asyncio.to_thread(self._post, json.dumps(body).encode())
         finish = await gateway.finished(rollout_id)
       meta = {'status': finish.status}
-      if finish.submission is None:
+      if finish.reward is not None:
+        meta['reward'] = str(finish.reward)
+      elif finish.submission is None:
         stop = trace.StopReason.POLICY_FAILURE
     except TimeoutError:
       stop = trace.StopReason.TIMEOUT

@@ -115,6 +115,11 @@ class Engine:
     for lane in self._lanes:
       lane.runner.warmup()
 
+  @property
+  def alive(self) -> bool:
+    """False once it was closed or has failed."""
+    return self._stopped is None
+
   def stats(self) -> Stats:
     """A copy of the totals."""
     return dataclasses.replace(self._stats)

@@ -6,6 +6,7 @@ the host does not grow with a python loop over tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import heapq
@@ -28,6 +29,8 @@ class Request:
     seed: u32; with a token's position it fixes the token's noise.
     temperature: 0 is greedy. Log-probs are always those at temperature 1.
     stop_sequences: runs of sampled ids that end the sample like `stop`.
+    on_tokens: called with the ids of every block, i32 [n], on the engine's
+      thread: it must be quick and may not raise.
   """
 
   context: trace.TokenTrace
@@ -36,6 +39,7 @@ class Request:
   seed: int
   temperature: float = 1.0
   stop_sequences: tuple[tuple[int, ...], ...] = ()
+  on_tokens: Callable[[np.ndarray], None] | None = None
 
 
 class SlotTable:
@@ -223,6 +227,9 @@ class SlotTable:
         last[i] |= self._sequence_ends(slot, at[i], sequence)
     ended = last.any(axis=1)
     kept = np.where(ended, last.argmax(axis=1) + 1, k)
+    for i, slot in enumerate(slots):
+      if on_tokens := self._requests[slot].on_tokens:
+        on_tokens(tokens[i, : kept[i]])
     self.length[slots] += kept.astype(np.int32)
     return int(kept.sum()), slots[ended]
 

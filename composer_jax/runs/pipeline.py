@@ -33,6 +33,7 @@ from composer_jax.runs import host as host_lib
 from composer_jax.runs import midtrain
 from composer_jax.runs import offline
 from composer_jax.runs import plan
+from composer_jax.runs import stored_model
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
@@ -228,6 +229,8 @@ def reinforcement(
   if restored := saver.restore(state):
     _, state, extra = restored
     ledger = ledger_lib.from_json(extra['ledger'])
+  tokenizer = (run.workdir / 'tokenizer.json').read_text()
+  stored_model.write(run.store, stored_model.trained_here(cfg, tokenizer))
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
   version = publisher.resume(
       offline.published_arrays(state.params), len(ledger.steps)

@@ -1,0 +1,224 @@
+"""The calls of a rollout as a graph of exact tokens.
+
+A call that goes on from an earlier one begins with every token the earlier one
+saw or sampled. Each call keeps the rows that are its own, so neither memory nor
+disk grows with the square of a conversation. Pure functions; numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from composer_jax import trace
+
+_FIELDS = ('tokens', 'sampled', 'logps', 'versions')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+  """One answered call.
+
+  Attributes:
+    number: unique in its rollout; a parent's is lower.
+    parent: the call whose window this one's begins with.
+    start: index in the window of the first of `rows`: the parent's last token,
+      whose route is known only now that it has been an input.
+    rows: the window from `start` on.
+    prompt_tokens: index in the window of the first token it sampled.
+    key: `message_keys` of the conversation with its reply; None if a client
+      that sends the reply back does not mean these tokens.
+    digests: of the weight versions in `rows`.
+  """
+
+  number: int
+  parent: Call | None
+  start: int
+  rows: trace.TokenTrace
+  prompt_tokens: int
+  key: bytes | None
+  digests: Mapping[int, str]
+
+  def __len__(self) -> int:
+    return self.start + len(self.rows)
+
+
+def message_keys(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> list[bytes]:
+  """Identities of the first 1, 2, ... messages of a conversation.
+
+  They depend on the tools on offer and, per message, on role, text, tool calls
+  (name and parsed arguments) and tool_call_id: what clients keep of a reply.
+  """
+  key, keys = digest(b'', list(tools)), []
+  for message in messages:
+    calls = [call['function'] for call in message.get('tool_calls') or ()]
+    content = [
+        message['role'],
+        message.get('content') or '',
+        [(call['name'], _parsed(call['arguments'])) for call in calls],
+        message.get('tool_call_id'),
+    ]
+    key = digest(key, content)
+    keys.append(key)
+  return keys
+
+
+def digest(before: bytes, value: Any) -> bytes:
+  """Identity of a JSON value after what came before."""
+  text = json.dumps(value, sort_keys=True)
+  return hashlib.sha256(before + text.encode()).digest()
+
+
+def _parsed(arguments: Any) -> Any:
+  try:
+    return json.loads(arguments)
+  except (TypeError, ValueError, RecursionError):
+    return arguments
+
+
+def child(
+    parent: Call | None,
+    number: int,
+    window: trace.TokenTrace,
+    prompt_tokens: int,
+    key: bytes | None,
+    digests: Mapping[int, str],
+) -> Call:
+  """The call that sampled window[prompt_tokens:] on top of its parent's."""
+  start = len(parent) - 1 if parent else 0
+  rows = _cut(window, start, len(window))
+  used = {int(v) for v in rows.versions}
+  digests = {step: digests[step] for step in sorted(used)}
+  return Call(number, parent, start, rows, prompt_tokens, key, digests)
+
+
+def find(calls: Sequence[Call], tokens: np.ndarray) -> Call | None:
+  """The longest call whose whole window `tokens` begin with.
+
+  Args:
+    calls: parents before their children.
+    tokens: i32 [T] of a prompt.
+  """
+  fits: set[Call | None] = {None}
+  best = None
+  for call in calls:
+    if call.parent in fits and np.array_equal(
+        call.rows.tokens, tokens[call.start : len(call)]
+    ):
+      fits.add(call)
+      best = call if best is None or len(call) > len(best) else best
+  return best
+
+
+def path(call: Call) -> list[Call]:
+  """The call's ancestors from the root on, then itself."""
+  out: list[Call] = []
+  at: Call | None = call
+  while at is not None:
+    out.append(at)
+    at = at.parent
+  return out[::-1]
+
+
+def window(call: Call) -> trace.TokenTrace:
+  """All that the call saw and sampled."""
+  nodes = path(call)
+  ends = [node.start for node in nodes[1:]] + [len(call)]
+  pieces = [
+      _cut(node.rows, 0, end - node.start)
+      for node, end in zip(nodes, ends, strict=True)
+  ]
+  return _join(pieces)
+
+
+def extend(parent: Call | None, tokens: Sequence[int]) -> trace.TokenTrace:
+  """The parent's window, then context tokens of which nothing is known yet."""
+  known = [window(parent)] if parent else []
+  new = np.asarray(tokens, np.int32)
+  n, routing = len(new), None
+  if parent and (recorded := known[0].routing):
+    dtype = recorded.experts.dtype
+    shape = n, *recorded.experts.shape[1:]
+    rows = np.full(shape, trace.blank_route(dtype), dtype)
+    routing = trace.RoutingTrace(rows)
+  blank = trace.TokenTrace(
+      tokens=new,
+      sampled=np.zeros(n, np.bool_),
+      logps=np.zeros(n, np.float32),
+      versions=np.full(n, -1, np.int32),
+      routing=routing,
+  )
+  return _join([*known, blank])
+
+
+def segments(calls: Sequence[Call]) -> tuple[trace.TokenTrace, ...]:
+  """What to train on: one window per path from a root to a leaf.
+
+  A token that several paths share is `sampled` in the first one only, so every
+  token that the policy drew is trained exactly once.
+
+  Args:
+    calls: all of a rollout, in order of number.
+  """
+  inner = {call.parent for call in calls}
+  claimed: set[Call] = set()
+  return tuple(_claim(call, claimed) for call in calls if call not in inner)
+
+
+def _claim(leaf: Call, claimed: set[Call]) -> trace.TokenTrace:
+  whole = window(leaf)
+  sampled = np.zeros(len(whole), np.bool_)
+  for node in path(leaf):
+    if node not in claimed:
+      claimed.add(node)
+      sampled[node.prompt_tokens : len(node)] = True
+  logps = np.where(sampled, whole.logps, np.float32(0))
+  return dataclasses.replace(whole, sampled=sampled, logps=logps)
+
+
+def truncate(whole: trace.TokenTrace, length: int) -> trace.TokenTrace:
+  """The first tokens of a window, as if sampling had ended there."""
+  out = _cut(whole, 0, length)
+  if out.routing is None:
+    return out
+  experts = out.routing.experts.copy()
+  experts[-1] = trace.blank_route(experts.dtype)  # never an input
+  return dataclasses.replace(out, routing=trace.RoutingTrace(experts))
+
+
+def _cut(whole: trace.TokenTrace, start: int, stop: int) -> trace.TokenTrace:
+  routing = whole.routing
+  return trace.TokenTrace(
+      *(getattr(whole, field)[start:stop] for field in _FIELDS),
+      routing=routing and trace.RoutingTrace(routing.experts[start:stop]),
+  )
+
+
+def _join(pieces: Sequence[trace.TokenTrace]) -> trace.TokenTrace:
+  if len(pieces) == 1:
+    return pieces[0]
+  routings = [piece.routing for piece in pieces]
+  routing = None
+  if all(routings):
+    experts = np.concatenate([r.experts for r in _present(routings)])
+    routing = trace.RoutingTrace(experts)
+  return trace.TokenTrace(
+      *(
+          np.concatenate([getattr(piece, field) for piece in pieces])
+          for field in _FIELDS
+      ),
+      routing=routing,
+  )
+
+
+def _present(
+    routings: Sequence[trace.RoutingTrace | None],
+) -> Iterator[trace.RoutingTrace]:
+  return (r for r in routings if r is not None)

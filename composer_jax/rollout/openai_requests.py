@@ -1,0 +1,299 @@
+"""Requests of the OpenAI API, checked; and what is answered to bad ones.
+
+A request that asks for what this server does not do is refused by name rather
+than answered with something else. Rollouts that are trained on sample at
+temperature 1 with seeds of their own, whatever the request says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+_TYPES = {
+    400: 'invalid_request_error',
+    401: 'authentication_error',
+    403: 'permission_error',
+    404: 'not_found_error',
+    429: 'rate_limit_error',
+}
+# Fields that change what is sampled -> values that change nothing. Truncated
+# or penalized samples would not have the log-probs that are reported.
+_SAMPLING = {
+    'top_p': (1,),
+    'top_k': (-1, 0),
+    'min_p': (0,),
+    'frequency_penalty': (0,),
+    'presence_penalty': (0,),
+    'repetition_penalty': (1,),
+    'logit_bias': ({},),
+}
+_NEUTRAL = {
+    'best_of': (1,),
+    'echo': (False,),
+    'parallel_tool_calls': (True,),
+    'response_format': ({'type': 'text'},),
+    'suffix': ('',),
+    'tool_choice': ('auto', 'none'),
+    'top_logprobs': (0,),
+}
+_IGNORED = (
+    *('metadata', 'prompt_cache_key', 'safety_identifier', 'service_tier'),
+    *('store', 'user'),
+)
+_ROLES = {
+    'system': 'system',
+    'developer': 'system',
+    'user': 'user',
+    'assistant': 'assistant',
+    'tool': 'tool',
+}
+
+
+class ApiError(Exception):
+  """An answer other than 200; the message is for people, in one line."""
+
+  def __init__(
+      self,
+      status: int,
+      message: str,
+      *,
+      param: str | None = None,
+      code: str | None = None,
+      retry_after: int | None = None,
+  ):
+    super().__init__(message)
+    self.status = status
+    self.retry_after = retry_after
+    kind = _TYPES.get(status)
+    if kind is None:
+      kind = 'server_error' if status >= 500 else 'invalid_request_error'
+    error = {'message': message, 'type': kind, 'param': param, 'code': code}
+    self.body = {'error': error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """A valid request.
+
+  Attributes:
+    messages: of a chat, contents as text; None for a plain completion.
+    tools: on offer.
+    prompt: of a plain completion: text, or token ids.
+    max_tokens: None for as many as fit.
+    stop: strings that end a reply and do not belong to it.
+  """
+
+  model: str
+  messages: tuple[Mapping[str, Any], ...] | None = None
+  tools: tuple[Mapping[str, Any], ...] = ()
+  prompt: str | tuple[int, ...] = ''
+  max_tokens: int | None = None
+  n: int = 1
+  temperature: float = 1.0
+  seed: int | None = None
+  stop: tuple[str, ...] = ()
+  stream: bool = False
+  include_usage: bool = False
+  logprobs: bool = False
+  return_token_ids: bool = False
+  return_routed_experts: bool = False
+  routed_experts_start_len: int = 0
+
+
+def load(body: bytes) -> dict[str, Any]:
+  """Reads a JSON object.
+
+  Raises:
+    ApiError: it is none, or holds text that is not Unicode.
+  """
+  try:
+    value = json.loads(body)
+    json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
+  except (ValueError, RecursionError) as e:
+    reason = str(e) or 'nested too deeply'
+    raise ApiError(400, f'body: not valid JSON: {reason}') from e
+  if not isinstance(value, dict):
+    raise ApiError(400, f'body: a JSON {type(value).__name__}; want an object')
+  return value
+
+
+class _Fields:
+  """Takes the fields of a request one by one; null is absent."""
+
+  def __init__(self, body: Mapping[str, Any]):
+    self._left = {k: v for k, v in body.items() if v is not None}
+
+  def take(self, name: str, kind: type | tuple[type, ...], default: Any):
+    value = self._left.pop(name, default)
+    number = isinstance(value, bool) and kind is not bool
+    if value is not default and (not isinstance(value, kind) or number):
+      raise _refusal(name, value, f'want {_name(kind)}')
+    return value
+
+  def count(self, name: str, least: int, default: int | None) -> Any:
+    value = self.take(name, int, default)
+    if value is not None and not least <= value < 2**63:
+      raise _refusal(name, value, f'must be at least {least}')
+    return value
+
+  def neutral(self, name: str, allowed: Sequence[Any]) -> None:
+    value = self._left.pop(name, allowed[0])
+    if value not in allowed:
+      cure = ' or '.join(json.dumps(a) for a in allowed)
+      raise _refusal(name, value, f'not supported; leave it out or use {cure}')
+
+  def drop(self, *names: str) -> None:
+    for name in names:
+      self._left.pop(name, None)
+
+  def end(self) -> None:
+    for name, value in self._left.items():
+      raise _refusal(name, value, 'unknown field; leave it out')
+
+
+def _refusal(name: str, value: Any, why: str) -> ApiError:
+  shown = json.dumps(value)
+  shown = shown if len(shown) <= 60 else shown[:57] + '...'
+  return ApiError(400, f'{name}={shown}: {why}', param=name)
+
+
+def _name(kind: type | tuple[type, ...]) -> str:
+  names = {
+      dict: 'an object',
+      list: 'a list',
+      str: 'a string',
+      int: 'an integer',
+  }
+  kinds = kind if isinstance(kind, tuple) else (kind,)
+  return ' or '.join(names.get(k, k.__name__) for k in kinds)
+
+
+def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
+  """Checks a request for a completion.
+
+  Args:
+    body: the JSON.
+    chat: whether it comes with messages, not with a prompt.
+    train: whether sampling parameters are overruled.
+
+  Raises:
+    ApiError: names the field, its value and the cure.
+  """
+  fields = _Fields(body)
+  fields.drop(*_IGNORED)
+  if train:
+    fields.drop(*_SAMPLING, 'temperature', 'seed')
+  for name, allowed in _SAMPLING.items():
+    fields.neutral(name, allowed)
+  temperature = fields.take('temperature', (int, float), 1.0)
+  if not 0 <= temperature <= 100:  # NaN is neither
+    raise _refusal('temperature', temperature, 'must be in [0, 100]')
+  n = fields.count('n', 1, 1)
+  if n > (1 if train else 128):
+    most = '1 where rollouts are trained on' if train else '128'
+    raise _refusal('n', n, f'must be at most {most}')
+  options = _Fields(fields.take('stream_options', dict, {}))
+  seed = fields.take('seed', int, None)
+  common = dict(
+      model=fields.take('model', str, ''),
+      max_tokens=_max_tokens(fields),
+      n=n,
+      temperature=float(temperature),
+      seed=seed,
+      stop=_stop(fields),
+      stream=fields.take('stream', bool, False),
+      include_usage=options.take('include_usage', bool, False),
+      return_token_ids=fields.take('return_token_ids', bool, False),
+      return_routed_experts=fields.take('return_routed_experts', bool, False),
+      routed_experts_start_len=fields.count('routed_experts_start_len', 0, 0),
+  )
+  if chat:
+    choice = body.get('tool_choice')
+    messages = tuple(map(_message, fields.take('messages', list, [])))
+    if not messages:
+      raise ApiError(400, 'messages: none; send at least one', param='messages')
+    tools = tuple(map(_tool, fields.take('tools', list, [])))
+    ask = Ask(
+        messages=messages,
+        tools=() if choice == 'none' else tools,
+        logprobs=fields.take('logprobs', bool, False),
+        **common,
+    )
+  else:
+    logprobs = fields.take('logprobs', (bool, int), False)
+    if logprobs not in (0, 1):
+      raise _refusal('logprobs', logprobs, 'must be 0 or 1: chosen tokens only')
+    ask = Ask(prompt=_prompt(fields), logprobs=logprobs is not False, **common)
+  for name, allowed in _NEUTRAL.items():
+    fields.neutral(name, allowed)
+  fields.end()
+  return ask
+
+
+def _max_tokens(fields: _Fields) -> int | None:
+  old = fields.count('max_tokens', 1, None)
+  return fields.count('max_completion_tokens', 1, old)
+
+
+def _stop(fields: _Fields) -> tuple[str, ...]:
+  stop = fields.take('stop', (str, list), [])
+  stop = [stop] if isinstance(stop, str) else stop
+  if len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
+    raise _refusal('stop', stop, 'want up to 16 strings, none of them empty')
+  return tuple(stop)
+
+
+def _prompt(fields: _Fields) -> str | tuple[int, ...]:
+  prompt = fields.take('prompt', (str, list), '')
+  if isinstance(prompt, str):
+    return prompt
+  if not all(type(i) is int and 0 <= i < 2**31 for i in prompt):
+    raise _refusal('prompt', prompt, 'want one text, or one list of token ids')
+  return tuple(prompt)
+
+
+def _message(message: Any) -> dict[str, Any]:
+  """A message with its content as text."""
+  if not isinstance(message, dict):
+    raise _refusal('messages', message, 'a message must be an object')
+  role = message.get('role')
+  if not isinstance(role, str) or role not in _ROLES:
+    raise _refusal('messages.role', role, f'want one of {sorted(_ROLES)}')
+  kept = {k: v for k, v in message.items() if v is not None}
+  calls = kept.get('tool_calls', [])
+  for call in calls if isinstance(calls, list) else [calls]:
+    function = call.get('function') if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get('name'), str)
+        or not isinstance(function.get('arguments'), (str, dict))
+    ):
+      raise _refusal(
+          'messages.tool_calls', call, 'want {"function": {name, arguments}}'
+      )
+  content = _text(kept.get('content', ''))
+  return {**kept, 'role': _ROLES[role], 'content': content}
+
+
+def _text(content: Any) -> str:
+  if isinstance(content, str):
+    return content
+  texts = []
+  for part in content if isinstance(content, list) else [content]:
+    text = part.get('text') if isinstance(part, dict) else None
+    if not isinstance(text, str):
+      raise _refusal('messages.content', part, 'only text can be read')
+    texts.append(text)
+  return '\n'.join(texts)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+  function = tool.get('function') if isinstance(tool, dict) else None
+  if not isinstance(function, dict) or not isinstance(
+      function.get('name'), str
+  ):
+    raise _refusal('tools', tool, 'want {"type": "function", "function": {}}')
+  return tool

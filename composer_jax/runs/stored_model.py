@@ -1,0 +1,123 @@
+"""What a store says of the model whose weights it holds.
+
+With it, a host anywhere needs nothing but the store's URL: sizes, tokenizer and
+chat template are beside the weights. Written once, with the first version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import tokenizers
+
+from composer_jax import config
+from composer_jax.agents import chat
+from composer_jax.agents import renderer
+from composer_jax.weights import store as store_lib
+
+MODEL = 'model.json'
+TOKENIZER = 'tokenizer.json'
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredModel:
+  """A model, apart from its weights.
+
+  Attributes:
+    name: for people and clients.
+    model: sizes.
+    context_tokens: longest window that it was made for.
+    tokenizer: JSON text of a tokenizer.
+    template: of its chats, in Jinja.
+    stop: special tokens that end a reply.
+    names: what the template calls special tokens.
+  """
+
+  name: str
+  model: config.ModelConfig
+  context_tokens: int
+  tokenizer: str
+  template: str
+  stop: tuple[str, ...]
+  names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def chat_format(self) -> chat.ChatFormat:
+    """The chat format."""
+    tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer)
+    return chat.ChatFormat(tokenizer, self.template, self.stop, self.names)
+
+
+def trained_here(cfg: config.Experiment, tokenizer: str) -> StoredModel:
+  """The model of an experiment, with the chat format of this project."""
+  return StoredModel(
+      cfg.name,
+      cfg.model,
+      cfg.rollout.context_tokens,
+      tokenizer,
+      chat.COMPACT_TEMPLATE,
+      (renderer.END,),
+  )
+
+
+def write(url: str, stored: StoredModel) -> None:
+  """Puts a model into a store, or finds it there.
+
+  Raises:
+    ValueError: the store holds another one.
+  """
+  tokenizer = stored.tokenizer.encode()
+  record = dataclasses.asdict(stored)
+  record['tokenizer'] = hashlib.sha256(tokenizer).hexdigest()
+  text = json.dumps(record, indent=2, sort_keys=True).encode()
+  store = store_lib.Store(url)
+  for key, data in ((TOKENIZER, tokenizer), (MODEL, text)):
+    _, _, absent = store.read(key)
+    _, found, _ = store.read(key)
+    if found != data and (found or not store.swap(key, data, absent)):
+      raise ValueError(
+          f'{store.url}{key}: describes another model; publish to a store of'
+          ' its own'
+      )
+
+
+def read(url: str) -> StoredModel:
+  """Reads the model of a store, verified.
+
+  Raises:
+    ValueError: the store does not describe its model, or is damaged.
+  """
+  store = store_lib.Store(url)
+  record: dict[str, Any] = json.loads(_get(store, MODEL))
+  tokenizer = _get(store, TOKENIZER)
+  if hashlib.sha256(tokenizer).hexdigest() != record['tokenizer']:
+    raise ValueError(
+        f'{store.url}{TOKENIZER}: does not match its sha256 in {MODEL};'
+        ' damaged, restore it from a copy'
+    )
+  try:
+    return StoredModel(
+        **record
+        | {
+            'model': config.ModelConfig(**record['model']),
+            'tokenizer': tokenizer.decode(),
+            'stop': tuple(record['stop']),
+        }
+    )
+  except TypeError as e:
+    raise ValueError(
+        f'{store.url}{MODEL}: written by another version of composer_jax: {e}'
+    ) from e
+
+
+def _get(store: store_lib.Store, key: str) -> bytes:
+  state, data, _ = store.read(key)
+  if state != 'value':
+    raise ValueError(
+        f'{store.url}{key}: missing; an older version of composer_jax made this'
+        ' store, continue its run for one step to add it'
+    )
+  return data
