@@ -9,6 +9,7 @@ import threading
 import time
 
 import jax
+import ml_dtypes
 import numpy as np
 from tests import small_config
 
@@ -51,6 +52,12 @@ def params(seed):
   """Random weights; the scaled head makes the samples less uniform."""
   made = params_lib.init(EXPERIMENT.model, jax.random.key(seed))
   return params_lib.publish_dtype(made.replace(unembed=made.unembed * 1.5))
+
+
+def named(seed):
+  """The same weights as they are published."""
+  arrays = params_lib.names(params(seed))
+  return {k: np.asarray(v, ml_dtypes.bfloat16) for k, v in arrays.items()}
 
 
 def version(at):

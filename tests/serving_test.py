@@ -12,21 +12,13 @@ import time
 from absl.testing import absltest
 import httpx
 import jax
-import ml_dtypes
-import numpy as np
 from tests import serving_kit as lib
 from tests import small_run
 
-from composer_jax.model import params as params_lib
 from composer_jax.runs import gateway
 from composer_jax.runs import serving
 from composer_jax.runs import stored_model
 from composer_jax.weights import publish
-
-
-def _named(seed):
-  named = params_lib.names(lib.params(seed))
-  return {k: np.asarray(v, ml_dtypes.bfloat16) for k, v in named.items()}
 
 
 class _Store:
@@ -35,7 +27,7 @@ class _Store:
   def __init__(self, folder):
     self.url = f'file://{folder}/weights/'
     self.publisher = publish.Publisher(self.url, lib.EXPERIMENT.weights, 'a')
-    self.publisher.publish(0, _named(0))
+    self.publisher.publish(0, lib.named(0))
     self.model = stored_model.trained_here(
         lib.EXPERIMENT, lib.tokenizer().to_str()
     )
@@ -101,7 +93,7 @@ class HostTest(absltest.TestCase):
           return reply.json()['choices'][0]['weights_version']
 
         self.assertEqual(call(), 0)
-        store.publisher.publish(1, _named(1))
+        store.publisher.publish(1, lib.named(1))
         lib.wait(lambda: call() == 1)
         (line,) = host.news()
         self.assertRegex(line, r'weights version 1 \(\w{12}\) in use')
