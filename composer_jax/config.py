@@ -35,6 +35,10 @@ class ModelConfig:
   top_k: int = 2
   moe_ffn: int = 128  # width of one expert
   shared_experts: int = 0
+  shared_gate: bool = False  # scales what the shared experts add, per token
+  qkv_bias: bool = False
+  qk_norm: bool = False  # of every query and key head
+  tied: bool = False  # the head is the transposed embedding
   router: str = 'softmax'  # or 'sigmoid', with a bias for the choice only
   renormalize: bool = True  # gates of the chosen sum to routed_scale
   routed_scale: float = 1.0  # factor of the routed experts' sum
@@ -64,6 +68,12 @@ class ModelConfig:
         self,
         'shared_experts',
         'must be at least 0, and 1 in a dense model (experts=0)',
+    )
+    _require(
+        self.shared_experts > 0 or not self.shared_gate,
+        self,
+        'shared_gate',
+        'needs shared_experts of at least 1',
     )
     _require(
         self.router in ('softmax', 'sigmoid'),

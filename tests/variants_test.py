@@ -33,6 +33,14 @@ _BASE = config.ModelConfig(
 _VARIANTS = {
     'sigmoid': dict(router='sigmoid', shared_experts=1, routed_scale=2.5),
     'dense': dict(experts=0, top_k=0, shared_experts=2),
+    'qwen': dict(
+        renormalize=False,
+        shared_experts=2,
+        shared_gate=True,
+        qkv_bias=True,
+        qk_norm=True,
+        tied=True,
+    ),
 }
 _PROMPT, _LENGTH = 21, 40
 
@@ -42,12 +50,13 @@ def _cfg(variant, **changes):
 
 
 def _params(cfg):
-  """bf16 values; the choice's bias is not zero, as after some training."""
+  """bf16 values; no bias is zero and no norm is one, as after some training."""
   params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(0)))
   named = params_lib.names(params)
-  if 'layers/moe/bias' in named:
-    bias = jax.random.normal(jax.random.key(1), (cfg.layers, cfg.experts))
-    named['layers/moe/bias'] = bias.astype(jnp.bfloat16)
+  for name, value in named.items():
+    if name.split('/')[-1] in ('bias', 'bq', 'bk', 'bv', 'q_norm', 'k_norm'):
+      noise = jax.random.normal(jax.random.key(len(name)), value.shape)
+      named[name] = (value + noise).astype(jnp.bfloat16)
   named = {k: v.astype(jnp.float32) for k, v in named.items()}
   return params_lib.from_names(named)
 

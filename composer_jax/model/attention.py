@@ -35,13 +35,24 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 
 def _block(cfg, weights, x, angles):
-  norm, w = weights
+  norm, w, bias, scales = weights
   h, n, m = cfg.head_dim, cfg.q_heads, cfg.kv_heads
   x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
   qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
+  if cfg.qkv_bias:
+    qkv = qkv + bias[None, :]
   q, k, v = jnp.split(qkv.reshape(-1, n + 2 * m, h), [n, n + m], axis=1)
+  if cfg.qk_norm:
+    q, k = (_norm(x, w, cfg) for x, w in zip((q, k), scales, strict=True))
   q, k = _rotate(q, angles) * h**-0.5, _rotate(k, angles)
   return tuple(t.astype(cfg.dtype) for t in (q, k, v))
+
+
+def _norm(x, scale, cfg):
+  """Normalises each head; x [R N H], scale [H]."""
+  flat = x.reshape(-1, cfg.head_dim)
+  out = rmsnorm.rms_norm(flat, scale, cfg.norm_eps, implementation=cfg.kernels)
+  return out.reshape(x.shape)
 
 
 def project(
@@ -65,5 +76,10 @@ def project(
       w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)
   ]
   w = jnp.concatenate(flat, axis=1).astype(jnp.float32)
+  bias = None
+  if cfg.qkv_bias:
+    parts = [b.reshape(-1) for b in (weights.bq, weights.bk, weights.bv)]
+    bias = jnp.concatenate(parts).astype(jnp.float32)
+  scales = weights.q_norm, weights.k_norm
   block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
-  return block((weights.norm, w), x, angles)
+  return block((weights.norm, w, bias, scales), x, angles)

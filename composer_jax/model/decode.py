@@ -176,7 +176,7 @@ def step(
       params, pages, tokens, positions, table, routing, attend, cfg
   )
   logps = logprob.log_probs(
-      (params.norm, params.unembed),
+      (params.norm, params.head),
       x,
       eps=cfg.norm_eps,
       implementation=cfg.kernels,

@@ -60,22 +60,25 @@ def route(
   return gates, Routing(experts, live, logits)
 
 
-def _shared(normed, w_in, w_out, cfg):
+def _shared(normed, w_in, w_out, w_gate, cfg):
   multiply = functools.partial(
       matmul.matmul, dtype=cfg.dtype, implementation=cfg.kernels
   )
   gate, value = jnp.split(multiply(normed, w_in), 2, axis=-1)
-  return multiply(jax.nn.silu(gate) * value, w_out)
+  out = multiply(jax.nn.silu(gate) * value, w_out)
+  if cfg.shared_gate:
+    out = jax.nn.sigmoid(multiply(normed, w_gate)) * out
+  return out
 
 
 def _block(cfg, weights, x, attended, recorded=None):
-  wo, norm, w_router, bias, shared_in, shared_out = weights
+  wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
   x = x.astype(jnp.float32) + matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
   normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
   if cfg.shared_experts:
-    x = x + _shared(normed, shared_in, shared_out, cfg)
+    x = x + _shared(normed, shared_in, shared_out, shared_gate, cfg)
   if not cfg.experts:
     return x
   gates, routing = route(normed, w_router, bias, recorded, cfg)
@@ -115,6 +118,7 @@ def layer(
       wide(weights.bias),
       wide(shared_in),
       wide(weights.shared_out),
+      wide(weights.shared_gate),
   )
   block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
   name = ad_checkpoint.checkpoint_name

@@ -32,6 +32,11 @@ class Attention:
   wk: jax.Array = _param('layers embed kv_heads head_dim')
   wv: jax.Array = _param('layers embed kv_heads head_dim')
   wo: jax.Array = _param('layers q_heads head_dim embed', 'residual')
+  bq: jax.Array = _param('layers q_bias head_dim', 'zeros')
+  bk: jax.Array = _param('layers kv_bias head_dim', 'zeros')
+  bv: jax.Array = _param('layers kv_bias head_dim', 'zeros')
+  q_norm: jax.Array = _param('layers qk_norm', 'ones')
+  k_norm: jax.Array = _param('layers qk_norm', 'ones')
 
 
 @struct.dataclass
@@ -43,6 +48,7 @@ class Moe:
   bias: jax.Array = _param('layers router_bias', 'zeros')
   shared_in: jax.Array = _param('layers embed gates shared_ffn')
   shared_out: jax.Array = _param('layers shared_ffn embed', 'residual')
+  shared_gate: jax.Array = _param('layers embed shared_gate')
 
 
 @struct.dataclass
@@ -56,7 +62,12 @@ class Params:
   embedding: jax.Array = _param('vocab embed', 'embedding')
   layers: Layers
   norm: jax.Array = _param('embed', 'ones')
-  unembed: jax.Array = _param('embed vocab')
+  unembed: jax.Array = _param('embed head')
+
+  @property
+  def head(self) -> jax.Array:
+    """[D V], also where it is the embedding."""
+    return self.embedding.T if self.unembed is None else self.unembed
 
 
 # Axes that a matmul contracts; the product of their sizes is the fan-in.
@@ -72,6 +83,10 @@ _OPTIONAL = (
     {'layers/moe/router', 'layers/moe/w_in', 'layers/moe/w_out'},
     {'layers/moe/bias'},
     {'layers/moe/shared_in', 'layers/moe/shared_out'},
+    {'layers/moe/shared_gate'},
+    {'layers/attention/bq', 'layers/attention/bk', 'layers/attention/bv'},
+    {'layers/attention/q_norm', 'layers/attention/k_norm'},
+    {'unembed'},
 )
 
 
@@ -84,6 +99,10 @@ def _sizes(cfg: config.ModelConfig) -> dict[str, int]:
       'router_bias': cfg.experts if cfg.router == 'sigmoid' else 0,
       'gates': 2,
       'shared_ffn': cfg.shared_experts * cfg.moe_ffn,
+      'q_bias': cfg.q_heads * cfg.qkv_bias,
+      'kv_bias': cfg.kv_heads * cfg.qkv_bias,
+      'qk_norm': cfg.head_dim * cfg.qk_norm,
+      'head': cfg.vocab * (not cfg.tied),
   }
 
 

@@ -186,7 +186,7 @@ def token_logps(
   """
   shape = targets.shape
   logps, entropy = logprob.target_log_probs(
-      (params.norm, params.unembed),
+      (params.norm, params.head),
       hidden.reshape(-1, hidden.shape[-1]),
       targets.reshape(-1),
       cfg.norm_eps,

@@ -1,7 +1,7 @@
 """Triton tests: TRITON_INTERPRET is read at import and decides which run.
 
-TRITON_INTERPRET=1 python -m pytest tests/triton  # values and gradients
-python -m pytest tests/triton                     # compilation for sm_90
+TRITON_INTERPRET=1 python -m pytest tests/kernels  # values and gradients
+python -m pytest tests/kernels                     # compilation for sm_90
 """
 
 import jax

@@ -1,0 +1,253 @@
+"""Published models: parity with transformers both ways, and bad folders."""
+
+import dataclasses
+import json
+import pathlib
+import unittest
+import warnings
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from composer_jax import config
+from composer_jax.model import families
+from composer_jax.model import hf
+from composer_jax.model import params as params_lib
+from composer_jax.model import transformer
+
+try:
+  import torch
+  import transformers
+except ModuleNotFoundError:
+  torch = None
+
+_COMMON = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+)
+_FAMILIES = {
+    'Llama': {},
+    'Qwen2': {'tie_word_embeddings': True},
+    'Qwen3': {},
+    'Mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2},
+    'Qwen2Moe': {
+        'num_experts': 6,
+        'num_experts_per_tok': 3,
+        'moe_intermediate_size': 16,
+        'shared_expert_intermediate_size': 32,
+        'norm_topk_prob': False,
+    },
+    'Qwen3Moe': {
+        'num_experts': 8,
+        'num_experts_per_tok': 4,
+        'moe_intermediate_size': 16,
+        'norm_topk_prob': True,
+    },
+}
+_TOKENS = 32  # a key block: rows of one shape for all families
+
+
+def _kind(name):
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # what transformers imports is its affair
+    return getattr(transformers, name)
+
+
+def _torch_model(name):
+  torch.manual_seed(0)
+  cfg = _kind(f'{name}Config')(**_COMMON, **_FAMILIES[name])
+  model = _kind(f'{name}ForCausalLM')(cfg).eval()
+  with torch.no_grad():
+    for key, p in model.named_parameters():
+      if 'norm' in key or key.endswith('bias'):
+        p.add_(0.3 * torch.randn_like(p))
+      else:
+        p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+  return model
+
+
+def _ours(params, cfg, tokens, recorded=None):
+  """(log-probs of the next token [T V], routing [T L K])."""
+  shape = tokens[None].shape
+  out = transformer.forward(
+      params,
+      jnp.asarray(tokens[None]),
+      jnp.ones(shape, jnp.int32),
+      jnp.arange(shape[1], dtype=jnp.int32)[None],
+      cfg=cfg,
+      routing=recorded,
+  )
+  normed = out.hidden[0].astype(jnp.float32)
+  scale = jnp.sqrt(jnp.mean(normed**2, -1, keepdims=True) + cfg.norm_eps)
+  logits = normed / scale * params.norm[None] @ params.head
+  return jax.nn.log_softmax(logits, axis=-1), out.routing[0]
+
+
+@unittest.skipIf(torch is None, 'needs the extra "peers"')
+class ParityTest(parameterized.TestCase):
+
+  @parameterized.parameters(*_FAMILIES)
+  def test_same_model_both_ways(self, name):
+    model = _torch_model(name)
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    model.save_pretrained(folder / 'theirs')
+    fields = hf.read_config(folder / 'theirs')
+    cfg = families.to_config(fields)
+    named = hf.load(folder / 'theirs', cfg, np.float32)
+    params = params_lib.from_names(jax.tree.map(jnp.asarray, named))
+    tokens = np.random.default_rng(0).integers(0, cfg.vocab, _TOKENS, np.int32)
+    target = np.roll(tokens, -1)
+
+    def loss(params):
+      logps, routing = _ours(params, cfg, tokens)
+      rows = jnp.arange(_TOKENS - 1)
+      return -logps[rows, target[:-1]].mean(), (logps, routing)
+
+    (value, (logps, routing)), grads = jax.jit(
+        jax.value_and_grad(loss, has_aux=True)
+    )(params)
+    batch = torch.tensor(tokens[None].astype(np.int64))
+    more = {'output_router_logits': True} if cfg.experts else {}
+    out = model(batch, labels=batch, **more)
+    want = torch.log_softmax(out.logits[0].detach(), -1).numpy()
+    np.testing.assert_allclose(np.asarray(logps), want, rtol=0, atol=1e-4)
+    if cfg.experts:
+      for layer, scores in enumerate(out.router_logits):
+        best = np.sort(scores.detach().topk(cfg.top_k).indices.numpy(), axis=1)
+        chosen = np.sort(np.asarray(routing[:, layer]), axis=1)
+        np.testing.assert_array_equal(chosen, best)
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(
+        out.logits[0, :-1], batch[0, 1:]
+    ).backward()
+    self._compare_gradients(cfg, model, grads, folder)
+
+    # The way back, in several files.
+    hf.save(folder / 'ours', cfg, named, {}, 64, shard_bytes=20_000)
+    self.assertGreater(len([*(folder / 'ours').glob('*.safetensors')]), 1)
+    back = (
+        _kind(f'{name}ForCausalLM')
+        .from_pretrained(folder / 'ours', dtype=torch.float32)
+        .eval()
+    )
+    with torch.no_grad():
+      np.testing.assert_array_equal(
+          back(batch).logits.numpy(), out.logits.detach().numpy()
+      )
+    self.assertEqual(families.to_config(hf.read_config(folder / 'ours')), cfg)
+
+  def _compare_gradients(self, cfg, model, grads, folder):
+    """Of every tensor, by way of a file in the family's own form."""
+    with torch.no_grad():
+      for p in model.parameters():
+        p.copy_(p.grad if p.grad is not None else torch.zeros_like(p))
+    model.save_pretrained(folder / 'gradients')
+    want = hf.load(folder / 'gradients', cfg, np.float32)
+    for key, got in params_lib.names(grads).items():
+      np.testing.assert_allclose(
+          np.asarray(got), want[key], rtol=0, atol=1e-4, err_msg=key
+      )
+
+
+_SMALL = config.ModelConfig(
+    vocab=64,
+    layers=1,
+    embed=16,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=8,
+    experts=4,
+    moe_ffn=16,
+)
+
+
+class FolderTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.create_tempdir().full_path) / 'model'
+    params = params_lib.publish_dtype(
+        params_lib.init(_SMALL, jax.random.key(0))
+    )
+    self.named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
+
+  def _save(self, **changes):
+    hf.save(self.folder, _SMALL, self.named, {'a.txt': 'b'}, 64, **changes)
+
+  @parameterized.parameters(2000, 1 << 30)
+  def test_round_trip_is_exact(self, shard_bytes):
+    self._save(shard_bytes=shard_bytes)
+    read = []
+    found = hf.load(self.folder, _SMALL, ended=lambda: read.append(None))
+    self.assertEqual(found.keys(), self.named.keys())
+    for name, want in self.named.items():
+      self.assertEqual(found[name].dtype, ml_dtypes.bfloat16)
+      self.assertEqual(found[name].tobytes(), want.tobytes(), name)
+    self.assertLen(read, len([*families.pieces(_SMALL)]))
+    self.assertEqual((self.folder / 'a.txt').read_text(), 'b\n')
+
+  def test_never_overwrites_and_leaves_nothing_behind(self):
+    self._save()
+    with self.assertRaisesRegex(ValueError, 'exists'):
+      self._save()
+    del self.named['norm']
+    self.folder = self.folder.with_name('other')
+    with self.assertRaises(KeyError):
+      self._save()
+    self.assertEqual([p.name for p in self.folder.parent.iterdir()], ['model'])
+
+  def test_all_that_is_wrong_is_said_at_once(self):
+    self._save()
+    wide = dataclasses.replace(_SMALL, layers=2, moe_ffn=32)
+    with self.assertRaisesRegex(
+        ValueError, r'missing 19: .*layers\.1.*; of another shape 12: .*want'
+    ):
+      hf.load(self.folder, wide)
+    one = dataclasses.replace(_SMALL, experts=3)
+    with self.assertRaisesRegex(ValueError, r'unexpected 3: .*experts\.3\.w1'):
+      hf.load(self.folder, one)
+
+  def test_a_cut_or_missing_file_is_named(self):
+    self._save(shard_bytes=4000)
+    last = sorted(self.folder.glob('*.safetensors'))[-1]
+    last.write_bytes(last.read_bytes()[:-10])
+    with self.assertRaisesRegex(ValueError, f'{last.name}: missing or damaged'):
+      hf.load(self.folder, _SMALL)
+    last.unlink()
+    with self.assertRaisesRegex(ValueError, f'{last.name}: missing or damaged'):
+      hf.load(self.folder, _SMALL)
+    with self.assertRaisesRegex(ValueError, 'name a folder of a model'):
+      hf.read_config(self.folder / 'nothing')
+
+  @parameterized.parameters(
+      ({'model_type': 'gpt2'}, "model_type='gpt2'; must be one of llama"),
+      ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
+      ({'rope_scaling': {'rope_type': 'yarn'}}, "rope_type='yarn'"),
+      ({'mlp_only_layers': [0]}, r'mlp_only_layers=\[0\] is not supported'),
+      ({'hidden_size': None}, 'has no hidden_size'),
+  )
+  def test_what_is_not_understood_is_refused(self, change, text):
+    fields = {**_COMMON, 'model_type': 'qwen3', **change}
+    with self.assertRaisesRegex(ValueError, text):
+      families.to_config(json.loads(json.dumps(fields)))
+
+  def test_a_model_without_a_family_is_refused(self):
+    odd = dataclasses.replace(_SMALL, router='sigmoid')
+    with self.assertRaisesRegex(ValueError, 'no published family'):
+      families.family_of(odd)
+    self.assertEqual(families.family_of(_SMALL), 'mixtral')
+
+
+if __name__ == '__main__':
+  absltest.main()
