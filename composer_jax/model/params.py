@@ -99,6 +99,7 @@ def _sizes(cfg: config.ModelConfig) -> dict[str, int]:
       'router_bias': cfg.experts if cfg.router == 'sigmoid' else 0,
       'gates': 2,
       'shared_ffn': cfg.shared_experts * cfg.moe_ffn,
+      'shared_gate': int(cfg.shared_gate),
       'q_bias': cfg.q_heads * cfg.qkv_bias,
       'kv_bias': cfg.kv_heads * cfg.qkv_bias,
       'qk_norm': cfg.head_dim * cfg.qk_norm,
