@@ -18,6 +18,7 @@ _CORE = [
     'optax',
     'orbax-checkpoint',
     'rich',
+    'safetensors',
     'tensorboardX',
     'tensorstore',
     'tokenizers',

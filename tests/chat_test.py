@@ -401,30 +401,35 @@ class OwnTest(absltest.TestCase):
     )
     self.assertEqual(reply.tool_calls[0].name, 'f')
 
-  def test_load_reads_what_is_published_with_a_model(self):
+  def test_read_finds_what_is_published_with_a_model(self):
     with tempfile.TemporaryDirectory() as name:
       folder = pathlib.Path(name)
       with self.assertRaisesRegex(ValueError, 'has no tokenizer.json'):
-        chat.load(folder)
+        chat.read(folder)
       (folder / 'tokenizer.json').write_text(_tokenizer().to_str())
       with self.assertRaisesRegex(ValueError, 'has no chat template'):
-        chat.load(folder)
+        chat.read(folder)
       settings = {
           'bos_token': {'content': '<|bos|>'},
           'eos_token': '<|eot_id|>',
           'chat_template': LLAMA,
       }
       (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
-      form = chat.load(folder)
-      self.assertEqual(
-          form.prompt([_user('a')]), _format(LLAMA).prompt([_user('a')])
-      )
-      self.assertEqual(form.stop_ids, _format(LLAMA).stop_ids)
+      _, template, stop, names = chat.read(folder)
+      self.assertEqual((template, stop), (LLAMA, ('<|eot_id|>',)))
+      self.assertEqual(names['bos_token'], '<|bos|>')
       (folder / 'chat_template.jinja').write_text(QWEN)
       (folder / 'generation_config.json').write_text('{"eos_token_id": [1]}')
-      form = chat.load(folder)
-      self.assertEqual(form.stop_ids, {1})
-      self.assertEqual(form.prompt([_user('a')])[:1], [0])
+      _, template, stop, _ = chat.read(folder)
+      self.assertEqual((template, stop), (QWEN, ('<|im_end|>',)))
+
+  def test_write_is_read_again(self):
+    names = {'bos_token': '<|bos|>', 'eos_token': '<|im_end|>'}
+    told = _tokenizer().to_str(), QWEN, ('<|im_end|>', '<|eot_id|>'), names
+    with tempfile.TemporaryDirectory() as name:
+      for file, text in chat.write(*told).items():
+        (pathlib.Path(name) / file).write_text(text)
+      self.assertEqual(chat.read(pathlib.Path(name)), told)
 
 
 if __name__ == '__main__':

@@ -79,7 +79,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'experiments/*.py',
         'agents bench_suites config config_text configs dashboard fleet'
         ' kernels_triton learner model rewards rollout runs trace weights',
-        'absl jax numpy rich',
+        'absl jax numpy rich tokenizers',
     ),
 }
 

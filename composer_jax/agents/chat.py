@@ -290,24 +290,30 @@ def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:
   return ChatFormat(tokenizer, COMPACT_TEMPLATE, ['<|end|>'])
 
 
-def load(
-    folder: pathlib.Path, strftime_now: Callable[[str], str] | None = None
-) -> ChatFormat:
-  """The format of a model as it is published: tokenizer and template files.
+def read(
+    folder: pathlib.Path,
+) -> tuple[str, str, tuple[str, ...], dict[str, str]]:
+  """Reads what a published model says of its chats.
+
+  Args:
+    folder: of the model, with the files of its tokenizer.
+
+  Returns:
+    (JSON of the tokenizer, template, stop tokens, names), for `ChatFormat`.
 
   Raises:
     ValueError: a file is missing, or there is no template.
   """
 
-  def read(name: str) -> str | None:
+  def text(name: str) -> str | None:
     path = folder / name
     return path.read_text(encoding='utf-8') if path.is_file() else None
 
-  source = read('tokenizer.json')
+  source = text('tokenizer.json')
   if source is None:
     raise ValueError(f'{folder}: has no tokenizer.json')
-  settings = json.loads(read('tokenizer_config.json') or '{}')
-  template = read('chat_template.jinja') or settings.get('chat_template')
+  settings = json.loads(text('tokenizer_config.json') or '{}')
+  template = text('chat_template.jinja') or settings.get('chat_template')
   if not isinstance(template, str):
     raise ValueError(f'{folder}: has no chat template; add chat_template.jinja')
   # Special tokens are text, or objects that hold it.
@@ -317,8 +323,26 @@ def load(
       if key.endswith('_token') and value
   }
   tokenizer = tokenizers.Tokenizer.from_str(source)
-  ends = json.loads(read('generation_config.json') or '{}').get('eos_token_id')
+  ends = json.loads(text('generation_config.json') or '{}').get('eos_token_id')
   ends = [ends] if isinstance(ends, int) else ends or []
   stop = [tokenizer.id_to_token(i) or str(i) for i in ends]
-  stop = stop or [names.get('eos_token', '')]
-  return ChatFormat(tokenizer, template, stop, names, strftime_now)
+  return source, template, tuple(stop or [names.get('eos_token', '')]), names
+
+
+def write(
+    source: str, template: str, stop: Sequence[str], names: Mapping[str, str]
+) -> dict[str, str]:
+  """Files that `read`, and transformers, read the same from: name -> text."""
+  tokenizer = tokenizers.Tokenizer.from_str(source)
+  ends = [tokenizer.token_to_id(s) for s in stop]
+  settings = {
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      **names,
+      'eos_token': stop[0],
+  }
+  return {
+      'tokenizer.json': source,
+      'tokenizer_config.json': json.dumps(settings, indent=2),
+      'chat_template.jinja': template,
+      'generation_config.json': json.dumps({'eos_token_id': ends}, indent=2),
+  }

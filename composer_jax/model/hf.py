@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from typing import Any
 
 import ml_dtypes
@@ -162,9 +161,8 @@ def save(
   if folder.exists():
     raise ValueError(f'{folder}: exists; name a new folder')
   folder.parent.mkdir(parents=True, exist_ok=True)
-  scratch = pathlib.Path(
-      tempfile.mkdtemp(prefix=f'.{folder.name}-', dir=folder.parent)
-  )
+  scratch = folder.with_name(f'.{folder.name}-{os.getpid()}')
+  scratch.mkdir()
   try:
     shards = list(_shards(cfg, named, shard_bytes))
     weight_map = {}
@@ -181,6 +179,8 @@ def save(
       files = {**files, _INDEX: json.dumps(index, indent=2)}
     for name, text in {**files, CONFIG: json.dumps(fields, indent=2)}.items():
       (scratch / name).write_text(text + '\n', encoding='utf-8')
+    for name in set(weight_map.values()):  # safetensors keeps others out
+      (scratch / name).chmod((scratch / CONFIG).stat().st_mode)
     os.rename(scratch, folder)
   except BaseException:
     shutil.rmtree(scratch, ignore_errors=True)

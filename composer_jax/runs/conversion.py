@@ -1,0 +1,107 @@
+"""Published models into weight stores, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import pathlib
+
+import tokenizers
+
+from composer_jax import config
+from composer_jax import trace
+from composer_jax.agents import chat
+from composer_jax.model import families
+from composer_jax.model import hf
+from composer_jax.runs import stored_model
+from composer_jax.weights import follow
+from composer_jax.weights import publish
+from composer_jax.weights import records
+from composer_jax.weights import store as store_lib
+
+
+def model_of(folder: pathlib.Path, name: str) -> stored_model.StoredModel:
+  """Reads all but the weights of a published model.
+
+  Args:
+    folder: of the model.
+    name: for people and clients.
+
+  Raises:
+    ValueError: files are missing, or describe what is not supported.
+  """
+  fields = hf.read_config(folder)
+  cfg = families.to_config(fields)
+  source, template, stop, names = chat.read(folder)
+  size = tokenizers.Tokenizer.from_str(source).get_vocab_size()
+  if size > cfg.vocab:
+    raise ValueError(
+        f'{folder}: the tokenizer has {size} entries, vocab_size is'
+        f' {cfg.vocab}; they are not of the same model'
+    )
+  context = fields.get('max_position_embeddings') or 4096
+  stored = stored_model.StoredModel(
+      name, cfg, context, source, template, stop, names
+  )
+  stored.chat_format()  # refuses what no reply could end with
+  return stored
+
+
+def publish_folder(
+    folder: pathlib.Path,
+    url: str,
+    stored: stored_model.StoredModel,
+    incarnation: str,
+    ended: Callable[[], None] = lambda: None,
+) -> trace.WeightVersion:
+  """Makes a model the first version of a new store.
+
+  Args:
+    folder: of the model.
+    url: of the store.
+    stored: from `model_of`.
+    incarnation: unique name of this writer.
+    ended: called after every tensor that is read.
+
+  Raises:
+    ValueError: the store has versions already, or the folder is damaged.
+  """
+  link, _ = store_lib.Store(url).latest()
+  if link is not None:
+    raise ValueError(f'{url}: has versions already; name a new store')
+  named = hf.load(folder, stored.model, ended=ended)
+  stored_model.write(url, stored)
+  publisher = publish.Publisher(url, config.WeightsConfig(), incarnation)
+  return publisher.publish(0, named).version
+
+
+def export_folder(
+    url: str, step: int | None, folder: pathlib.Path
+) -> trace.WeightVersion:
+  """Writes a version of a store as a folder that other engines read.
+
+  Args:
+    url: of the store.
+    step: `WeightVersion.step`; None for the newest.
+    folder: to make.
+
+  Raises:
+    ValueError: there is no such version, or no family can express the model.
+    StoreError, FollowError: the store is damaged.
+  """
+  stored = stored_model.read(url)
+  families.family_of(stored.model)  # before anything is fetched
+  store = store_lib.Store(url)
+  link, _ = store.latest()
+  found = {at.version: m for at, m in store.history(link)} if link else {}
+  if link is not None and step is None:
+    step = link.version
+  if step not in found:
+    raise ValueError(
+        f'version {step}: not in {url}, which has {sorted(found) or "none"}'
+    )
+  named = follow.Follower(url, store=store).fetch(step)
+  files = chat.write(
+      stored.tokenizer, stored.template, stored.stop, stored.names
+  )
+  hf.save(folder, stored.model, named, files, stored.context_tokens)
+  return records.weight_version(found[step])
