@@ -22,6 +22,7 @@ from composer_jax.runs import gateway
 from composer_jax.runs import serving
 from composer_jax.runs import stored_model
 from composer_jax.weights import publish
+from composer_jax.weights import store as store_lib
 
 
 def _named(seed):
@@ -103,6 +104,7 @@ class HostTest(absltest.TestCase):
         self.assertEqual(call(), 0)
         store.publisher.publish(1, _named(1))
         lib.wait(lambda: call() == 1)
+        self.assertEqual(call(), 1)
         (line,) = host.news()
         self.assertRegex(line, r'weights version 1 \(\w{12}\) in use')
         self.assertEmpty([*host.news()])
@@ -111,7 +113,8 @@ class HostTest(absltest.TestCase):
       for step in (0, 1):  # some call may have seen both
         own = [s for s in segments if set(s.versions) == {step}]
         lib.check_rescored(self, own)
-      self.assertEqual(digests[1], store.publisher.latest.root)
+      newest, _ = store_lib.Store(store.url).latest()
+      self.assertEqual(digests[1], newest.root)
       with self.assertRaisesRegex(ValueError, 'capture=.*locked'):
         serving.Host(asked, devices=jax.devices()[:1]).__enter__()
 
