@@ -13,7 +13,7 @@ import numpy as np
 from tests import serving_kit as lib
 
 _SECONDS = 600.0
-_RATE = 25.0  # calls per second, on average
+_RATE = 8.0  # calls per second, on average
 _WARM = 0.3  # share of the time after which memory must not grow any more
 _GROWTH_BYTES = 24 << 20  # of all calls after that, noise of the allocator
 
