@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from composer_jax.runs import stored_model
 from tests import small_run
 
 _SOFT_CLIP = textwrap.dedent("""
@@ -64,6 +65,9 @@ class OwnLossTest(absltest.TestCase):
     ]
     self.assertNotEmpty(weights)
     self.assertEqual(weights[0], 1.0)  # first step: exactly on-policy
+    # The store says what a host anywhere needs to know.
+    model = stored_model.read(f'file://{self.folder}/run/weights/')
+    self.assertEqual(model.model.vocab, model.chat_format().vocab_size)
 
   def test_loss_of_a_wrong_shape_is_one_line(self):
     source = _SOFT_CLIP.replace('* s.logps, {', '* s.logps[:, 0], {')

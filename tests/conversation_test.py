@@ -6,14 +6,13 @@ import subprocess
 from absl.testing import absltest
 import jax
 import numpy as np
+from tests import served_store
 from tests import serving_kit as lib
 from tests import small_run
 
 from composer_jax.agents import chat
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import conversation
-from composer_jax.runs import stored_model
-from composer_jax.weights import publish
 
 
 def _engine():
@@ -92,11 +91,7 @@ class BinaryTest(absltest.TestCase):
 
   def test_talks_over_a_pipe(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
-    url = f'file://{folder}/weights/'
-    publisher = publish.Publisher(url, lib.EXPERIMENT.weights, 'a')
-    publisher.publish(0, lib.named(0))
-    model = stored_model.trained_here(lib.EXPERIMENT, lib.tokenizer().to_str())
-    stored_model.write(url, model)
+    served_store.Store(folder)
     done = subprocess.run(
         [
             *small_run.command('chat', 'unused')[:3],

@@ -4,13 +4,13 @@ import json
 import pathlib
 
 from absl.testing import absltest
+from tests import served_store
 from tests import serving_kit as lib
 from tests import small_run
 
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.runs import stored_model
-from composer_jax.weights import publish
 
 
 class ConversionTest(absltest.TestCase):
@@ -18,12 +18,7 @@ class ConversionTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.root = pathlib.Path(self.create_tempdir().full_path)
-    self.url = f'file://{self.root}/weights/'
-    publish.Publisher(self.url, lib.EXPERIMENT.weights, 'a').publish(
-        0, lib.named(0)
-    )
-    stored = stored_model.trained_here(lib.EXPERIMENT, lib.tokenizer().to_str())
-    stored_model.write(self.url, stored)
+    self.url = served_store.Store(self.root).url
     self.folder = self.root / 'model'
 
   def _run(self, binary, *arguments):
@@ -49,7 +44,7 @@ class ConversionTest(absltest.TestCase):
     done = self._export()
     self.assertEqual(done.returncode, 0, done.stderr)
     named = hf.load(self.folder, lib.EXPERIMENT.model)
-    for name, want in lib.named(0).items():
+    for name, want in served_store.named(0).items():
       self.assertEqual(named[name].tobytes(), want.tobytes(), name)
     done = self._import()
     self.assertEqual(done.returncode, 0, done.stderr)

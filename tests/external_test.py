@@ -161,7 +161,7 @@ class ServiceTest(unittest.IsolatedAsyncioTestCase):
         job = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
         self.send_response(500 if test.mode == 'broken' else 202)
         self.end_headers()
-        if test.mode in ('work', 'fail'):
+        if test.mode in ('work', 'fail', 'grade'):
           threading.Thread(target=test.work, args=[job]).start()
 
       def log_message(self, *args):
@@ -185,6 +185,8 @@ class ServiceTest(unittest.IsolatedAsyncioTestCase):
     post('/chat/completions', {'model': job['model']})
     files = {**job['files'], 'sol.py': job['instruction']}
     body = {'submission': files, 'status': 'done'}
+    if self.mode == 'grade':
+      body = {'submission': None, 'status': 'graded', 'reward': 0.25}
     if self.mode == 'fail':
       body = {'submission': None, 'status': 'gave up'}
     post(f'/rollouts/{job["rollout_id"]}/finish', body)
@@ -200,6 +202,11 @@ class ServiceTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(episode.submission['sol.py'], 'Fix it.')
     self.assertEqual(episode.segments, (_WINDOW,))
     self.assertEqual(episode.meta, {'status': 'done'})
+
+  async def test_a_service_may_grade_its_own_work(self):
+    episode = await self._play('grade')
+    self.assertEqual(episode.stop, trace.StopReason.FINISHED)
+    self.assertEqual(episode.meta, {'status': 'graded', 'reward': '0.25'})
 
   async def test_what_goes_wrong_has_its_class(self):
     failed = await self._play('fail')

@@ -44,10 +44,11 @@ def rollout(spec):
     (calls, their windows, number of tokens sampled).
   """
   calls, windows, drawn = [], [], 0
+  ends = graph.Ends()
   for number, (before, added, count) in enumerate(spec):
     known = windows[before].tokens.tolist() if -1 < before < number else []
     ids = np.array([*known, *added] or [0], np.int32)
-    parent = graph.find(calls, ids)
+    parent = ends.find(ids)
     context = graph.extend(parent, ids[len(parent) if parent else 0 :])
     np.testing.assert_array_equal(context.tokens, ids)
     window = _sample(context, count, drawn)
@@ -55,6 +56,7 @@ def rollout(spec):
     calls.append(
         graph.child(parent, number, window, len(ids), None, {0: 'digest'})
     )
+    ends.add(calls[-1])
     windows.append(window)
   return calls, windows, drawn
 

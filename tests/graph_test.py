@@ -64,6 +64,19 @@ class GraphTest(absltest.TestCase):
       # Its own sample is always trained in its own segment.
       self.assertTrue(segment.sampled[leaf.prompt_tokens :].all())
 
+  @hypothesis.given(_CALLS)
+  def test_a_dropped_call_is_not_found(self, spec):
+    calls, windows, _ = graph_cases.rollout(spec)
+    ends = graph.Ends()
+    for call in calls:
+      ends.add(call)
+    for call, window in zip(calls, windows, strict=True):
+      self.assertIsNotNone(ends.find(window.tokens))
+      ends.drop(call)
+      found = ends.find(window.tokens)
+      self.assertTrue(found is None or found is not call)
+    self.assertIsNone(ends.find(windows[-1].tokens))
+
   def test_memory_is_linear_in_a_conversation(self):
     spec = [(i - 1, [1] * 4, 4) for i in range(30)]
     calls, _, _ = graph_cases.rollout(spec)

@@ -9,7 +9,6 @@ import threading
 import time
 
 import jax
-import ml_dtypes
 import numpy as np
 from tests import small_config
 
@@ -54,12 +53,6 @@ def params(seed):
   return params_lib.publish_dtype(made.replace(unembed=made.unembed * 1.5))
 
 
-def named(seed):
-  """The same weights as they are published."""
-  arrays = params_lib.names(params(seed))
-  return {k: np.asarray(v, ml_dtypes.bfloat16) for k, v in arrays.items()}
-
-
 def version(at):
   return trace.WeightVersion(at, f'digest-{at}', None)
 
@@ -74,14 +67,21 @@ class Kit:
   """
 
   def __init__(
-      self, folder, *, chat_format=None, max_calls=200, weights=None, **sizes
+      self,
+      folder,
+      *,
+      chat_format=None,
+      max_calls=200,
+      model=EXPERIMENT.model,
+      weights=None,
+      **sizes,
   ):
     self.gate = threading.Event()
     self.gate.set()
     self.fresh = []
     self.delay = 0.0
     self.engine = engine_lib.Engine(
-        EXPERIMENT.model,
+        model,
         dataclasses.replace(ROLLOUT, **sizes),
         version(0),
         params(0) if weights is None else weights,
@@ -158,20 +158,21 @@ def bearer(key):
 
 
 @functools.cache
-def _mesh():
+def mesh():
   return step.make_mesh(EXPERIMENT.mesh)
 
 
-def check_rescored(test, segments, weights=params):
+def check_rescored(test, segments, weights=params, cfg=EXPERIMENT):
   """The trainer's own forward gives every sampled token the same bits.
 
   Args:
     test: asserts.
     segments: all of one weight version.
     weights: makes them from the version.
+    cfg: of the model.
   """
   (at,) = {int(v) for s in segments for v in s.versions}
-  scores = evaluate.rescore(EXPERIMENT, segments, weights(at), _mesh())
+  scores = evaluate.rescore(cfg, segments, weights(at), mesh())
   for segment, (logps, routing) in zip(segments, scores, strict=True):
     at = segment.sampled
     test.assertTrue(at.any())

@@ -1,37 +1,22 @@
-"""A host around a store, and the binaries that people start."""
+"""A host around a store that says what it holds."""
 
 import asyncio
 import dataclasses
 import pathlib
-import re
-import signal
 import socket
-import subprocess
 import time
 
 from absl.testing import absltest
 import httpx
 import jax
+from tests import served_store
 from tests import serving_kit as lib
-from tests import small_run
 
+from composer_jax.rollout import server
 from composer_jax.runs import gateway
 from composer_jax.runs import serving
 from composer_jax.runs import stored_model
-from composer_jax.weights import publish
-
-
-class _Store:
-  """A store with one version and its model."""
-
-  def __init__(self, folder):
-    self.url = f'file://{folder}/weights/'
-    self.publisher = publish.Publisher(self.url, lib.EXPERIMENT.weights, 'a')
-    self.publisher.publish(0, lib.named(0))
-    self.model = stored_model.trained_here(
-        lib.EXPERIMENT, lib.tokenizer().to_str()
-    )
-    stored_model.write(self.url, self.model)
+from composer_jax.weights import store as store_lib
 
 
 class StoredModelTest(absltest.TestCase):
@@ -39,7 +24,7 @@ class StoredModelTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.folder = pathlib.Path(self.create_tempdir().full_path)
-    self.store = _Store(self.folder)
+    self.store = served_store.Store(self.folder)
 
   def test_it_comes_back_and_is_written_once(self):
     found = stored_model.read(self.store.url)
@@ -71,7 +56,7 @@ class HostTest(absltest.TestCase):
 
   def test_serves_and_follows(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
-    store = _Store(folder)
+    store = served_store.Store(folder)
     asked = serving.Settings(
         store.url,
         folder / 'calls',
@@ -93,8 +78,9 @@ class HostTest(absltest.TestCase):
           return reply.json()['choices'][0]['weights_version']
 
         self.assertEqual(call(), 0)
-        store.publisher.publish(1, lib.named(1))
+        store.publisher.publish(1, served_store.named(1))
         lib.wait(lambda: call() == 1)
+        self.assertEqual(call(), 1)
         (line,) = host.news()
         self.assertRegex(line, r'weights version 1 \(\w{12}\) in use')
         self.assertEmpty([*host.news()])
@@ -103,66 +89,19 @@ class HostTest(absltest.TestCase):
       for step in (0, 1):  # some call may have seen both
         own = [s for s in segments if set(s.versions) == {step}]
         lib.check_rescored(self, own)
-      self.assertEqual(digests[1], store.publisher.latest.root)
+      newest, _ = store_lib.Store(store.url).latest()
+      self.assertEqual(digests[1], newest.root)
       with self.assertRaisesRegex(ValueError, 'capture=.*locked'):
         serving.Host(asked, devices=jax.devices()[:1]).__enter__()
 
 
-class BinaryTest(absltest.TestCase):
+class BindTest(absltest.TestCase):
 
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.create_tempdir().full_path)
-
-  def _command(self, binary, *more):
-    return [
-        *small_run.command(binary, 'unused')[:3],
-        f'--store={self.folder}/weights',
-        f'--capture={self.folder}/calls',
-        f'--compilation_cache={small_run.CACHE}',
-        '--slots=4',
-        *more,
-    ]
-
-  def test_serves_until_it_is_told_to_stop(self):
-    _Store(self.folder)
-    secret = self.folder / 'key'
-    secret.write_text('chosen\n')
-    with subprocess.Popen(
-        self._command('serve', '--port=0', f'--api_key_file={secret}'),
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=small_run.ROOT,
-        env=small_run.environment(),
-    ) as process:
-      line = process.stdout.readline()
-      url = re.search(r'at (http://127\.0\.0\.1:\d+)/v1', line)[1]
-      self.assertIn('weights version 0', line)
-      self.assertEqual(process.stdout.readline(), 'API key: as given\n')
-      with httpx.Client(base_url=url, timeout=60) as http:
-        body = {**lib.ask(), 'model': lib.EXPERIMENT.name}
-        reply = http.post(
-            '/v1/chat/completions', json=body, headers=lib.bearer('chosen')
-        )
-        self.assertEqual(reply.status_code, 200, reply.text)
-        self.assertEqual(http.get('/ready').status_code, 200)
-      process.send_signal(signal.SIGTERM)
-      self.assertEqual(process.wait(60), 0)
-
-  def test_refusals_are_one_line(self):
-    _Store(self.folder)
+  def test_a_taken_port_is_one_line(self):
     with socket.create_server(('127.0.0.1', 0)) as taken:
       port = taken.getsockname()[1]
-      for binary, more, text in (
-          ('rollout_host', [f'--port={port}'], 'another process listens there'),
-          ('serve', ['--store=/no/such'], 'no such directory'),
-          ('serve', ['--api_key_file=/no/such'], 'No such file'),
-      ):
-        with self.subTest(text):
-          done = small_run.finished(self._command(binary, *more))
-          self.assertEqual(done.returncode, 2, done.stderr)
-          self.assertIn(text, done.stderr)
-          self.assertLen(done.stderr.strip().splitlines(), 1)
+      with self.assertRaisesRegex(ValueError, f'port {port}: another.*--port'):
+        server.bind('127.0.0.1', port)
 
 
 if __name__ == '__main__':

@@ -99,6 +99,8 @@ class _Endpoint:
         response = _json(e.body, e.status)
         if e.retry_after is not None:
           response.headers['Retry-After'] = str(e.retry_after)
+      except requests.ClientDisconnect:  # before its request was complete
+        response = _gone()
       except Exception:  # a fault of ours ends one request, never the server
         logging.exception('%s %s', request.method, request.url.path)
         response = _json(ApiError(500, 'internal error; see the log').body, 500)
@@ -134,7 +136,7 @@ class _Endpoint:
     try:
       until = work.started.wait() if ask.stream else asyncio.wait([work.task])
       if not await _before_disconnect(request, until):
-        return Response(status_code=499)  # nobody reads it
+        return _gone()
       if not ask.stream or (work.task.done() and _failure(work)):
         return _json(_result(work))
       held, release = release, lambda: None
@@ -380,6 +382,10 @@ def _result(work: session_lib.Work) -> dict[str, Any]:
   if error := _failure(work):
     raise error
   return work.task.result()
+
+
+def _gone() -> Response:
+  return Response(status_code=499)  # nobody reads it
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -7,6 +7,7 @@ disk grows with the square of a conversation. Pure functions; numpy only.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
@@ -99,22 +100,38 @@ def child(
   return Call(number, parent, start, rows, prompt_tokens, key, digests)
 
 
-def find(calls: Sequence[Call], tokens: np.ndarray) -> Call | None:
-  """The longest call whose whole window `tokens` begin with.
+class Ends:
+  """Finds the call that a prompt goes on from, however many there are."""
 
-  Args:
-    calls: parents before their children.
-    tokens: i32 [T] of a prompt.
-  """
-  fits: set[Call | None] = {None}
-  best = None
-  for call in calls:
-    if call.parent in fits and np.array_equal(
-        call.rows.tokens, tokens[call.start : len(call)]
-    ):
-      fits.add(call)
-      best = call if best is None or len(call) > len(best) else best
-  return best
+  def __init__(self):
+    self._calls: dict[bytes, Call] = {}
+    self._lengths: collections.Counter[int] = collections.Counter()
+
+  def add(self, call: Call) -> None:
+    """Takes a call; of two with the same window the newer one is found."""
+    key = _hash(call).digest()
+    if key not in self._calls:
+      self._lengths[len(call)] += 1
+    self._calls[key] = call
+
+  def drop(self, call: Call) -> None:
+    """Forgets a call."""
+    key = _hash(call).digest()
+    if self._calls.get(key) is call:
+      del self._calls[key]
+      self._lengths -= collections.Counter([len(call)])
+
+  def find(self, tokens: np.ndarray) -> Call | None:
+    """The call with the longest window that i32 [T] `tokens` begin with."""
+    best, at, state = None, 0, hashlib.sha256()
+    for end in sorted(n for n in self._lengths if n <= len(tokens)):
+      state.update(tokens[at:end].tobytes())
+      best, at = self._calls.get(state.digest(), best), end
+    return best
+
+
+def _hash(call: Call):
+  return hashlib.sha256(window(call).tokens.tobytes())
 
 
 def path(call: Call) -> list[Call]:

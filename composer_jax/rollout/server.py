@@ -14,6 +14,9 @@ from starlette import applications
 import uvicorn
 
 _CLOSE_SECONDS = 5  # for what still runs
+# Longer than clients keep idle connections, or one that is being used again
+# would be closed now and then.
+_IDLE_SECONDS = 120
 T = TypeVar('T')
 
 
@@ -82,6 +85,7 @@ class Server:
         access_log=False,
         lifespan='off',
         timeout_graceful_shutdown=_CLOSE_SECONDS,
+        timeout_keep_alive=_IDLE_SECONDS,
         ws='none',
     )
     self._server = uvicorn.Server(settings)

@@ -118,18 +118,26 @@ class Session:
     self.next = following
     self.works: dict[bytes, Work] = {}
     self.tasks: set[asyncio.Task] = set()
-    self._keys = {call.key: call for call in calls if call.key}
+    self._keys: dict[bytes, graph.Call] = {}
+    self._ends = graph.Ends()
+    for call in calls:
+      self._index(call)
 
   def add(self, call: graph.Call) -> None:
     """Takes an answered call."""
     self.calls.append(call)
     self.pending.discard(call.number)
-    if call.key:
-      self._keys[call.key] = call
+    self._index(call)
     if self.mode == 'serve' and len(self.calls) > _SERVED_CALLS:
       oldest = self.calls.pop(0)
+      self._ends.drop(oldest)
       if self._keys.get(oldest.key) is oldest:
         del self._keys[oldest.key]
+
+  def _index(self, call: graph.Call) -> None:
+    self._ends.add(call)
+    if call.key:
+      self._keys[call.key] = call
 
   def context(
       self, ask: openai_requests.Ask, chat: ChatFormat, limit: int
@@ -159,7 +167,7 @@ class Session:
           param='prompt' if ask.messages is None else 'messages',
           code='context_length_exceeded' if ids else None,
       )
-    parent = graph.find(self.calls, np.asarray(ids, np.int32))
+    parent = self._ends.find(np.asarray(ids, np.int32))
     return parent, graph.extend(parent, ids[len(parent) if parent else 0 :])
 
   def _ids(self, ask, chat) -> Sequence[int]:
