@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import struct
+import time
 from typing import Protocol
 
 import numpy as np
@@ -76,6 +77,7 @@ class Episode:
     submission: the files at the end; None after an infrastructure failure.
     grade: verdict on the submission; None until graded.
     meta: counts, as text: turns, calls, edits, runs, failed calls, bad turns.
+    log: what a judge reads of it: a turn's calls and what they showed.
   """
 
   segments: tuple[trace.TokenTrace, ...]
@@ -83,6 +85,7 @@ class Episode:
   submission: Mapping[str, str] | None
   grade: grading.Grade | None = None
   meta: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  log: tuple[str, ...] = ()
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -146,19 +149,59 @@ def _check(before: trace.TokenTrace, after: trace.TokenTrace) -> None:
       raise ValueError('policy: recorded routing was changed; it is immutable')
 
 
-class ToolLoop:
-  """Runs tasks with edit, run and done.
+class Loop(Protocol):
+  """Carries out turns.
 
   Attributes:
     counts: of the current episode.
+    log: of the current episode.
+    exhausted: the policy has used up its tools.
+  """
+
+  counts: collections.Counter[str]
+  log: list[str]
+
+  @property
+  def exhausted(self) -> bool:
+    ...
+
+  async def execute(
+      self,
+      task: tasks.Task,
+      files: Mapping[str, str],
+      calls: Sequence[tools.ToolCall],
+  ) -> tuple[Mapping[str, str], str, bool]:
+    """Carries out a turn; returns (files, observation, done)."""
+
+
+class ToolLoop:
+  """Runs tasks with edit, run and done.
+
+  All tools together have `tool_seconds` a turn: whoever keeps them busy for
+  longer has spent the episode, and is graded like everybody else. Were it the
+  deadline of the whole rollout that ended it, it would count as lost.
   """
 
   def __init__(self, session: sandbox.Session, cfg: config.HarnessConfig):
     self._session = session
     self._cfg = cfg
     self.counts: collections.Counter[str] = collections.Counter()
+    self.log: list[str] = []
+    self._seconds = cfg.max_turns * cfg.tool_seconds  # left
+
+  @property
+  def exhausted(self) -> bool:
+    return self._seconds <= 0
 
   async def _run_tests(self, task: tasks.Task, files: Mapping[str, str]) -> str:
+    await self._session.open()  # waiting for it is not the policy's doing
+    began = time.monotonic()
+    try:
+      return await self._public(task, files)
+    finally:
+      self._seconds -= time.monotonic() - began
+
+  async def _public(self, task: tasks.Task, files: Mapping[str, str]) -> str:
     """What the `run` tool shows: the public tests that fail."""
     limits = dataclasses.replace(
         task.limits,
@@ -186,7 +229,6 @@ class ToolLoop:
       files: Mapping[str, str],
       calls: Sequence[tools.ToolCall],
   ) -> tuple[Mapping[str, str], str, bool]:
-    """Carries out a turn; returns (files, observation, done)."""
     shown = []
     for call in calls:
       self.counts[type(call).__name__.lower() + 's'] += 1
@@ -197,13 +239,16 @@ class ToolLoop:
         self.counts['failed_calls'] += 1
       files = outcome.files
       shown.append(outcome.text)
+      self.log.append(f'{call}\n{outcome.text}')
+      if self.exhausted:
+        break
     text = '\n'.join(shown)
     return files, tools.truncate(text, self._cfg.tool_output_bytes), False
 
 
 async def run(
     task: tasks.Task,
-    session: sandbox.Session,
+    session: sandbox.Session | Loop,
     policy: Policy,
     renderer: Renderer,
     *,
@@ -215,7 +260,8 @@ async def run(
 
   Args:
     task: the problem.
-    session: for the `run` tool; untouched if the policy never calls it.
+    session: for the `run` tool; untouched if the policy never calls it. Or
+      whatever else carries out the turns.
     policy: samples the turns.
     renderer: between tokens and calls.
     cfg: budgets.
@@ -230,7 +276,8 @@ async def run(
     ValueError: the prompt alone exceeds the context, or the policy's window
       does not continue the one it was given.
   """
-  loop = ToolLoop(session, cfg)
+  own = isinstance(session, sandbox.Session)
+  loop = ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
   window = extend(_empty(), renderer.encode_task(task))
   if len(window) >= cfg.max_context_tokens:
@@ -263,6 +310,9 @@ async def run(
       if done:
         stop = trace.StopReason.FINISHED
         break
+      if loop.exhausted:
+        stop = trace.StopReason.TOOL_BUDGET
+        break
       if turns == cfg.max_turns:
         break  # an observation that nobody reads
       observation = renderer.encode_observation(text)
@@ -275,4 +325,5 @@ async def run(
   infra = stop is trace.StopReason.INFRA_ERROR
   meta = {name: str(count) for name, count in sorted(loop.counts.items())}
   meta |= {'turns': str(turns)} | ({'failure': failure} if infra else {})
-  return Episode((window,), stop, None if infra else files, meta=meta)
+  files = None if infra else files
+  return Episode((window,), stop, files, meta=meta, log=tuple(loop.log))

@@ -35,15 +35,17 @@ def combine(
   parts = {k: v for r in (*ranks, *verdicts) for k, v in r.parts.items()}
   flags = tuple(sorted({flag for r in results for flag in r.flags}))
   reasons = [r.reason for r in results if not r.valid]
-  extra = math.fsum(r.score for r in ranks if r.valid)
-  score = min((r.score for r in verdicts if r.valid), default=0.0)
-  if not reasons and not math.isfinite(extra + score):
-    reasons = [f'score={extra + score}: must be finite']
+  extra = sum(r.score for r in ranks)
+  if verdicts:
+    extra = min(max(extra, -INFLUENCE), INFLUENCE)
+  score = min((r.score for r in verdicts), default=0.0)
+  finite = all(math.isfinite(r.score) for r in results)
+  if not reasons and not (finite and math.isfinite(extra)):
+    reasons = ['a score is not finite']
   if reasons:
     return verify.RewardResult(0.0, False, parts, flags, reasons[0])
   passed = all(r.passed for r in verdicts) if verdicts else None
   if passed is not None:
-    extra = min(max(extra, -INFLUENCE), INFLUENCE)
     score = 1.0 if passed else min(score, INFLUENCE)
   reason = ', '.join(r.reason for r in verdicts if r.reason)
   return verify.RewardResult(score + extra, True, parts, flags, reason, passed)
