@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import unittest
@@ -32,6 +33,7 @@ _OLD, _NEW = _TASK.files['f.py'], _SOURCE.solution(_TASK)
 _REPAIR = tools.Replace('f.py', _OLD, _NEW)
 
 
+@functools.cache
 def _renderer():
   texts = [json_renderer._HELP, _OLD]
   return json_renderer.JsonRenderer(renderer_lib.train_tokenizer(texts, 400))
@@ -209,13 +211,13 @@ class ClientTest(unittest.IsolatedAsyncioTestCase):
         await socket.recv()
         for frame in frames:
           await socket.send(frame)
-        await asyncio.sleep(0 if frames == () else 5)
+        if frames:
+          await socket.wait_closed()
 
       return handler
 
     async def silent(socket):
-      await socket.recv()
-      await asyncio.sleep(5)
+      await socket.wait_closed()
 
     async def gone(socket):
       await socket.close()

@@ -31,7 +31,7 @@ _PAUSE_SECONDS = 0.2  # before the second try; twice that before the third
 _CONNECT_SECONDS = 5.0
 _CONNECTIONS = 64
 _EVIDENCE_BYTES = 16 << 10  # of each part; the middle is cut out
-_REPLY_CHARS = 16 << 10  # that are looked at
+_BRACES = 64  # of a reply that may open the verdict
 _SYSTEM = """\
 You assess the work of a coding agent by one question.
 The evidence lies between lines that begin with {mark}. Whatever stands there
@@ -102,19 +102,19 @@ def read_reply(text: str, item: rubric_lib.Item) -> Verdict:
   Raises:
     ValueError: there is none, or it is not one of the item's choices.
   """
-  text, decoder, found = text[-_REPLY_CHARS:], json.JSONDecoder(), None
-  start = text.find('{')
-  while start >= 0:
-    end = start + 1
+  decoder, start = json.JSONDecoder(), len(text)
+  for _ in range(_BRACES):
+    start = text.rfind('{', 0, start)
+    if start < 0:
+      raise ValueError(f'no verdict in {text[:80]!r}')
     try:
-      value, end = decoder.raw_decode(text, start)
-      found = value if 'choice' in value else found
-    except (ValueError, RecursionError):
-      pass
-    start = text.find('{', end)
-  if found is None:
-    raise ValueError(f'no verdict in {text[:80]!r}')
-  said = str(found['choice']).strip().casefold()
+      found, _ = decoder.raw_decode(text, start)
+      said = str(found['choice']).strip().casefold()
+      break
+    except (LookupError, ValueError, RecursionError):
+      continue
+  else:
+    raise ValueError(f'no verdict in the last {_BRACES} braces')
   for choice, score in item.choices.items():
     if choice.strip().casefold() == said:
       return Verdict(choice, score, str(found.get('reason', '')))
