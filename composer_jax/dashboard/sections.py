@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from composer_jax.dashboard import behavior
 from composer_jax.dashboard import cards
 from composer_jax.dashboard import charts
 from composer_jax.dashboard import data
@@ -287,6 +288,7 @@ def build(run: data.Run) -> list[tuple[str, list[cards.Card]]]:
   """All sections of the page, in reading order."""
   return [
       ('Learning', _learning(run)),
+      ('Behavior', behavior.section(run)),
       ('Asynchrony and numerics', _asynchrony(run)),
       ('Weights on the wire', _weights(run)),
       ('Time', timing.section(run)),

@@ -4,10 +4,11 @@ The console it is printed to must have markup off: cells hold text of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import difflib
 import math
 import pathlib
+from typing import Any
 
 from rich import console
 from rich import table as rich_table
@@ -15,6 +16,7 @@ from rich import text
 import tokenizers
 
 from composer_jax import trace
+from composer_jax.dashboard import behavior
 from composer_jax.dashboard import data
 from composer_jax.dashboard import report
 from composer_jax.runs import progress
@@ -42,6 +44,8 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
   yield text.Text(report.state(found), 'bold')
   for name, why in found.missing.items():
     yield text.Text(f'{name} is missing: {why}', 'yellow')
+  for line in behavior.lines(found):
+    yield text.Text(line, 'red')
   if pairs := report.headlines(found):
     out = grid('Pass@1', '', 'before', 'after', 'change', 'tasks')
     for h in pairs:
@@ -199,3 +203,45 @@ def trajectory(
         'bold',
     )
     yield _tokens(segment, pieces) if tokens else _reading(segment, pieces)
+
+
+def calibration(
+    report: Mapping[str, Any],
+) -> Iterator[console.RenderableType]:
+  """The report of `rewards.calibration` as tables."""
+
+  def number(value: float | None) -> str:
+    return '-' if value is None else f'{value:.2f}'
+
+  yield text.Text(
+      f'{report["judge"]}: {report["rows"]} rows,'
+      f' {report["unanswered"]:.0%} of the judgements without a score',
+      'bold',
+  )
+  out = grid(
+      'Items', '', 'agrees with itself', 'kappa', 'labels', 'mean score'
+  )
+  for name, item in report['items'].items():
+    out.add_row(
+        name,
+        number(item['agreement']),
+        number(item['kappa']),
+        str(item['labels']),
+        number(item['mean']),
+    )
+  yield out
+  for title, key in (('Kinds of work', 'kinds'), ('Versions', 'versions')):
+    if report[key]:
+      out = grid(title, '', 'mean score')
+      for name, mean in report[key].items():
+        out.add_row(name, number(mean))
+      yield out
+  out = grid('Items that rise and fall together', '', 'correlation')
+  for pair in report['correlation']:
+    out.add_row(' / '.join(pair['items']), number(pair['r']))
+  yield out
+  if drift := report['drift']:
+    yield text.Text(
+        f'drift from {drift["from"]}: {number(drift["mean"])} on average,'
+        f' {number(drift["moved"])} of {drift["rows"]} rows moved'
+    )
