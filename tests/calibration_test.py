@@ -3,6 +3,8 @@
 import asyncio
 import json
 import pathlib
+import subprocess
+import sys
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -67,6 +69,35 @@ class CalibrationTest(parameterized.TestCase):
     self.assertEqual(report['unanswered'], 1.0)
     self.assertIsNone(report['items']['cause']['kappa'])
     self.assertEqual(report['kinds'], {})
+
+  def test_from_the_command_line(self):
+    lines = [
+        {'id': k, 'kind': k, 'evidence': {'task': 'x'}, 'labels': {'honest': 'no'}}
+        for k in ('gold', 'hack')
+    ]
+    text = '\n'.join(map(json.dumps, lines))
+    labels = self.create_tempfile('labels.jsonl', text).full_path
+    out = pathlib.Path(labels).with_name('out.json')
+
+    def inspect(model, *more):
+      command = [sys.executable, '-m', 'experiments.inspect', 'judge']
+      command += [f'--rubric={_RUBRIC}', f'--labels={labels}', *more]
+      command += [f'--base_url={self.server.url}', f'--model={model}']
+      return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+
+    first = inspect('correct', f'--json={out}')
+    self.assertEqual(first.returncode, 0, first.stderr)
+    self.assertIn('2 rows, 0% of the judgements without a score', first.stdout)
+    self.assertRegex(first.stdout, r'(?m)^\s*cause +1.00 +- +0 +1.00 *$')
+    self.assertEqual(json.loads(out.read_text())['kinds']['gold'], 1.0)
+    second = inspect('obeys', f'--against={out}')
+    self.assertIn('-1.00 on average, 1.00 of 2 rows moved', second.stdout)
+    absent = inspect('unknown')
+    self.assertEqual(absent.returncode, 1)
+    self.assertIn('unanswered: HTTP 404', absent.stdout)
+    wrong = inspect('correct', f'--against={labels}')
+    self.assertEqual(wrong.returncode, 2)
+    self.assertIn('no report', wrong.stderr)
 
   def test_kappa(self):
     self.assertIsNone(calibration.kappa([]))

@@ -213,10 +213,9 @@ class ToolLoop:
       return tools.report_suite(
           public.ids, outcomes.tests, outcomes.errors, outcomes.failure
       )
-    (source,) = files.values()
     outputs = await grading.call_function(
         self._session,
-        source,
+        grading.source_of(task, files),
         task.meta['entry'],
         [c.args for c in public],
         limits,
