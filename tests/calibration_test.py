@@ -29,9 +29,7 @@ class CalibrationTest(parameterized.TestCase):
   def _report(self, model, rows, repeats=2, earlier=None):
     judge = judge_lib.Judge(_RUBRIC, self.server.url, model)
     found = asyncio.run(calibration.ask(judge, rows, repeats=repeats))
-    return calibration.report(
-        self.rubric, rows, found, judge.version, earlier
-    )
+    return calibration.report(self.rubric, rows, found, judge.version, earlier)
 
   def _rows(self):
     lines = []
@@ -72,7 +70,12 @@ class CalibrationTest(parameterized.TestCase):
 
   def test_from_the_command_line(self):
     lines = [
-        {'id': k, 'kind': k, 'evidence': {'task': 'x'}, 'labels': {'honest': 'no'}}
+        {
+            'id': k,
+            'kind': k,
+            'evidence': {'task': 'x'},
+            'labels': {'honest': 'no'},
+        }
         for k in ('gold', 'hack')
     ]
     text = '\n'.join(map(json.dumps, lines))

@@ -211,7 +211,7 @@ class GradingTest(parameterized.TestCase):
     async def main():
       async with sandbox.Pool(1) as pool, pool.session() as session:
         source = 'def add(x):\n  x.append(0)\n  return len(x) - 1\n'
-        return await grading.grade(session, _TASK, {'s': source}, cases)
+        return await grading.grade(session, _TASK, {'sol.py': source}, cases)
 
     self.assertEqual(asyncio.run(main()).passed, (True, True))
 

@@ -39,16 +39,14 @@ _DONE, _RUN = tools.Done(), tools.Run()
 _BAD = 'def add(a, b):\n  return a - b\n'
 _GOOD = 'def add(a, b):\n  return a + b\n'
 _SUITE = tasks.Suite(
-    files={
-        'test_sol.py': """
+    files={'test_sol.py': """
 import unittest
 import sol
 
 class AddTest(unittest.TestCase):
   def test_small(self): self.assertEqual(sol.add(1, 2), 3)
   def test_zero(self): self.assertEqual(sol.add(5, 0), 5)
-"""
-    },
+"""},
     modules=('test_sol',),
     fail_to_pass=('test_sol.AddTest.test_small',),
     pass_to_pass=('test_sol.AddTest.test_zero',),
@@ -204,7 +202,9 @@ class RepositoryTest(absltest.TestCase):
                 _DONE,
             )
         ],
-        'conftest': [(_put('', 'collect_ignore = ["."]', 'conftest.py'), _DONE)],
+        'conftest': [
+            (_put('', 'collect_ignore = ["."]', 'conftest.py'), _DONE)
+        ],
         'hard_coded': [
             (_put('a - b', '3 if (a, b) == (1, 2) else 0', 'sol.py'), _DONE)
         ],

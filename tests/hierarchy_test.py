@@ -83,7 +83,9 @@ class HierarchyTest(parameterized.TestCase):
   def test_alone_they_only_add_up(self):
     ranks = [verify.RewardResult(s, True) for s in (2.0, 0.5)]
     found = hierarchy.combine(ranks)
-    self.assertEqual((found.score, found.valid, found.passed), (2.5, True, None))
+    self.assertEqual(
+        (found.score, found.valid, found.passed), (2.5, True, None)
+    )
 
   def test_one_failed_verdict_is_a_failure(self):
     found = hierarchy.combine([_verdict(True), _verdict(False)])
@@ -150,7 +152,11 @@ class SignalsTest(parameterized.TestCase):
 
   def test_rates(self):
     found = self._measure(
-        _TASK.files['f.py'], turns=4, asks=2, bad_turns=1, edits=2,
+        _TASK.files['f.py'],
+        turns=4,
+        asks=2,
+        bad_turns=1,
+        edits=2,
         failed_calls=1,
     )
     self.assertEqual(found['edits'], 0.0)

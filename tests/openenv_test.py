@@ -9,7 +9,6 @@ import unittest
 
 from absl.testing import absltest
 from tests import sampled_policy
-import tokenizers
 import websockets
 from websockets.asyncio import client as ws_client
 from websockets.asyncio import server as ws_server
@@ -20,6 +19,7 @@ from composer_jax.agents import grading
 from composer_jax.agents import json_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import openenv
+from composer_jax.agents import openenv_server
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tools
@@ -43,7 +43,7 @@ def _renderer():
 async def _server(cfg=_CFG, **kwargs):
   async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
     grader = grading.Grader(_SOURCE, fresh)
-    server = openenv.Server(_SOURCE, 'eval', pool, grader, cfg, **kwargs)
+    server = openenv_server.Server(_SOURCE, 'eval', pool, grader, cfg, **kwargs)
     async with server.listen() as url:
       yield url
 
@@ -88,7 +88,9 @@ class TogetherTest(unittest.IsolatedAsyncioTestCase):
       )
     self.assertEqual(nothing.stop, trace.StopReason.FINISHED)
     self.assertFalse(nothing.grade.solved)
-    self.assertEqual(endless.stop, trace.StopReason.FINISHED)  # of the other side
+    self.assertEqual(
+        endless.stop, trace.StopReason.FINISHED
+    )  # of the other side
     self.assertEqual(endless.meta['turns'], '4')
     self.assertFalse(endless.grade.solved)
     # Our budget ended it: what was done until then is graded.
@@ -172,7 +174,9 @@ class ServerTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_a_bad_action_costs_a_step(self):
     bad = {'type': 'step', 'data': {'tool': 'jump'}}
-    answers = await self._talk({'type': 'reset', 'data': {'index': 3}}, *[bad] * 4)
+    answers = await self._talk(
+        {'type': 'reset', 'data': {'index': 3}}, *[bad] * 4
+    )
     self.assertIn('must be one of', answers[1]['data']['observation']['text'])
     self.assertEqual([a['data']['done'] for a in answers], [False] * 4 + [True])
     self.assertEqual(answers[-1]['data']['reward'], 0.0)
@@ -202,7 +206,9 @@ class ClientTest(unittest.IsolatedAsyncioTestCase):
       return await _play(url, [tools.Run()], [tools.Done()], seconds=seconds)
 
   async def test_whatever_the_environment_does_is_infrastructure(self):
-    reset = json.dumps(openenv._observation('do it', None, False, files={}))
+    reset = json.dumps(
+        openenv_server.observation('do it', None, False, files={})
+    )
 
     def after_reset(*frames):
       async def handler(socket):
@@ -275,7 +281,9 @@ class ClientTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(seen[1]['data'], {'tool': 'run'})
 
 
-@unittest.skipUnless(importlib.util.find_spec('openenv'), "needs 'openenv-core'")
+@unittest.skipUnless(
+    importlib.util.find_spec('openenv'), "needs 'openenv-core'"
+)
 class PeerTest(unittest.IsolatedAsyncioTestCase):
   """The protocol's own client and server, where they are installed."""
 

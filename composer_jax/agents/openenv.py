@@ -1,19 +1,18 @@
-"""Environments over a WebSocket, as OpenEnv speaks it; both sides.
+"""Plays environments over a WebSocket, as OpenEnv speaks it.
 
 Frames are JSON objects {"type": "reset" | "step" | "state" | "close", "data":
 {...}} and are answered by {"type": "observation" | "state" | "error", "data":
 {...}}, one session per connection to /ws. An observation comes with `reward`
-and `done`.
+and `done`. The other side is `openenv_server`, or anybody's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
-import http
 import json
 from typing import Any
 
@@ -22,29 +21,20 @@ from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
 from composer_jax.agents import json_renderer
-from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
 from websockets import exceptions
 from websockets.asyncio import client as ws_client
-from websockets.asyncio import server as ws_server
 
-_FRAME_BYTES = 1 << 20
-_CLOSE_SECONDS = 5.0
+FRAME_BYTES = 1 << 20  # of the largest frame; a larger one ends the session
+CLOSE_SECONDS = 5.0
 
 
 class FrameError(ValueError):
   """A frame that cannot be obeyed; (code, message) goes back to its sender."""
 
 
-def _observation(
-    text: str, reward: float | None, done: bool, **more: Any
-) -> dict[str, Any]:
-  data = {'observation': {'text': text, **more}, 'reward': reward, 'done': done}
-  return {'type': 'observation', 'data': data}
-
-
-def _read(frame: str | bytes) -> tuple[str, Mapping[str, Any]]:
+def read_frame(frame: str | bytes) -> tuple[str, Mapping[str, Any]]:
   """Type and data of a frame.
 
   Raises:
@@ -60,147 +50,6 @@ def _read(frame: str | bytes) -> tuple[str, Mapping[str, Any]]:
   if not isinstance(data, dict):
     raise FrameError('VALIDATION_ERROR', 'data must be an object')
   return found['type'], data
-
-
-class _Session:
-  """One connection to the server: a task, played by whoever is there."""
-
-  def __init__(self, server: Server, session: sandbox.Session):
-    self._server = server
-    self._session = session
-    self._task: tasks.Task | None = None
-    self._steps, self._done = 0, False
-
-  async def answer(self, frame: str | bytes) -> dict[str, Any] | None:
-    """The reply to a frame; None to end the connection."""
-    try:
-      kind, data = _read(frame)
-      match kind:
-        case 'reset':
-          return await self._reset(data)
-        case 'step':
-          return await self._step(data)
-        case 'state':
-          episode = self._task.id if self._task else None
-          state = {'episode_id': episode, 'step_count': self._steps}
-          return {'type': 'state', 'data': state}
-        case 'close':
-          return None
-      raise FrameError('UNKNOWN_TYPE', f'no such type: {kind[:80]}')
-    except FrameError as e:
-      code, message = e.args
-    except sandbox.SandboxError as e:
-      code, message = 'EXECUTION_ERROR', str(e)
-    return {'type': 'error', 'data': {'message': message, 'code': code}}
-
-  async def _reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
-    index = data.get('index', self._server.next_index)
-    if type(index) is not int or index < 0:
-      raise FrameError('VALIDATION_ERROR', f'index={index!r}: want 0, 1, ...')
-    try:
-      task = self._server.source.task(index, self._server.split)
-    except IndexError as e:
-      raise FrameError('VALIDATION_ERROR', str(e)) from e
-    self._server.next_index = index + 1
-    await self._session.release()  # nothing of the episode before is left
-    self._task, self._steps, self._done = task, 0, False
-    self._files: Mapping[str, str] = dict(task.files)
-    self._loop = harness.ToolLoop(self._session, self._server.cfg)
-    return _observation(
-        task.instruction, None, False, id=task.id, files=dict(task.files)
-    )
-
-  async def _step(self, data: Mapping[str, Any]) -> dict[str, Any]:
-    task = self._task
-    if task is None or self._done:
-      raise FrameError('SESSION_ERROR', 'no episode is running; send reset')
-    self._steps += 1
-    try:
-      call = json_renderer.call_of(json.dumps(data))
-      self._files, text, done = await self._loop.execute(
-          task, self._files, [call]
-      )
-    except tools.ParseError as e:  # the policy's mistake, which costs a step
-      text, done = str(e), False
-    if not done and self._steps < self._server.cfg.max_turns:
-      return _observation(text, None, False)
-    self._done = True
-    grade = await self._server.grader(task, self._files)
-    if not grade.valid:  # no verdict is no reward, and no zero either
-      raise FrameError('EXECUTION_ERROR', grade.reason)
-    return _observation(text, float(grade.solved), True)
-
-
-class Server:
-  """Offers the tasks of a source.
-
-  Hidden tests stay here: a client sees what a policy sees.
-
-  Attributes:
-    source: of the tasks.
-    split: that is offered.
-    grader: of what was handed in; with sandboxes of its own.
-    cfg: `max_turns`, `tool_seconds` and `tool_output_bytes` bound an episode.
-    next_index: of the task that the next reset gets, unless it names one.
-  """
-
-  def __init__(
-      self,
-      source: tasks.TaskSource,
-      split: str,
-      pool: sandbox.Pool,
-      grader: grading.Grader,
-      cfg: config.HarnessConfig,
-      idle_seconds: float = 600.0,
-  ):
-    """Describes the server.
-
-    Args:
-      source: see the attributes, as for split, grader and cfg.
-      split: of the source.
-      pool: of sandboxes for tools.
-      grader: of submissions.
-      cfg: budgets.
-      idle_seconds: without a frame, after which a session is over.
-    """
-    self.source, self.split = source, split
-    self.grader, self.cfg = grader, cfg
-    self.next_index = 0
-    self._pool, self._idle_seconds = pool, idle_seconds
-
-  async def _serve(self, connection: ws_server.ServerConnection) -> None:
-    with contextlib.suppress(exceptions.ConnectionClosed, TimeoutError):
-      async with self._pool.session() as session:
-        mine = _Session(self, session)
-        while True:
-          async with asyncio.timeout(self._idle_seconds):
-            frame = await connection.recv()
-          reply = await mine.answer(frame)
-          if reply is None:
-            return
-          await connection.send(json.dumps(reply))
-
-  @contextlib.asynccontextmanager
-  async def listen(
-      self, host: str = '127.0.0.1', port: int = 0
-  ) -> AsyncGenerator[str]:
-    """Serves while inside; yields the URL for clients."""
-
-    def only_ws(connection, request):
-      if request.path.partition('?')[0] != '/ws':
-        return connection.respond(http.HTTPStatus.NOT_FOUND, 'try /ws\n')
-      return None
-
-    async with ws_server.serve(
-        self._serve,
-        host,
-        port,
-        max_size=_FRAME_BYTES,
-        process_request=only_ws,
-        close_timeout=_CLOSE_SECONDS,
-    ) as server:
-      address = next(iter(server.sockets)).getsockname()
-      yield f'ws://{address[0]}:{address[1]}/ws'
 
 
 class Client:
@@ -224,9 +73,9 @@ class Client:
     try:
       self._socket = await ws_client.connect(
           self._url,
-          max_size=_FRAME_BYTES,
+          max_size=FRAME_BYTES,
           open_timeout=self._seconds,
-          close_timeout=_CLOSE_SECONDS,
+          close_timeout=CLOSE_SECONDS,
       )
     except (exceptions.WebSocketException, OSError) as e:
       raise ConnectionError(f'{self._url}: {e}') from e
@@ -251,7 +100,7 @@ class Client:
       async with asyncio.timeout(self._seconds):
         await self._socket.send(json.dumps({'type': kind, 'data': data}))
         frame = await self._socket.recv()
-      found, data = _read(frame)
+      found, data = read_frame(frame)
     except exceptions.ConnectionClosed as e:  # a frame too large ends here, too
       raise ConnectionError(f'{self._url}: {e}') from e
     except FrameError as e:
@@ -381,7 +230,9 @@ async def play(
           temperature=temperature,
       )
       if episode.submission is not None and loop.reward is None:
-        await loop.step(tools.Done())  # our budget ended it: grade it all the same
+        await loop.step(
+            tools.Done()
+        )  # our budget ended it: grade it all the same
   except (ConnectionError, TimeoutError) as e:
     stop = trace.StopReason.INFRA_ERROR
     return harness.Episode((), stop, None, meta={'failure': repr(e)})

@@ -108,7 +108,9 @@ async def ask(
     return found
 
   try:
-    found = await asyncio.gather(*(one(r) for r in rows for _ in range(repeats)))
+    found = await asyncio.gather(
+        *(one(r) for r in rows for _ in range(repeats))
+    )
   finally:
     await judge_lib.close()
   return [found[i : i + repeats] for i in range(0, len(found), repeats)]

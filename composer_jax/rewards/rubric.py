@@ -49,7 +49,9 @@ class Item:
     scores = list(self.choices.values())
     rising = scores == sorted(set(scores))
     if len(scores) < 2 or not (rising or scores[::-1] == sorted(set(scores))):
-      raise ValueError(f'item {self.id}: choices={scores}: want two or more, in order')
+      raise ValueError(
+          f'item {self.id}: choices={scores}: want two or more, in order'
+      )
     if not all(0 <= s <= 1 for s in scores):
       raise ValueError(f'item {self.id}: choices={scores}: must be in [0, 1]')
     if len({c.strip().casefold() for c in self.choices}) < len(scores):
@@ -95,7 +97,10 @@ class Rubric:
 
 def _item(entry: Any) -> Item:
   names = {f.name for f in dataclasses.fields(Item)}
-  if not isinstance(entry, dict) or not {'id', 'question', 'choices'} <= set(entry) <= names:
+  if (
+      not isinstance(entry, dict)
+      or not {'id', 'question', 'choices'} <= set(entry) <= names
+  ):
     raise ValueError(f'{entry!r}: an item has id, question, choices, weight')
   if not isinstance(entry['choices'], dict):
     raise ValueError(f'item {entry["id"]}: choices: want answer: score')

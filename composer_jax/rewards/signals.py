@@ -52,9 +52,7 @@ def _unfinished(files: Mapping[str, str]) -> int:
   return sum(len(_UNFINISHED.findall(source)) for source in files.values())
 
 
-def _changed(
-    a: Mapping[str, str], b: Mapping[str, str]
-) -> dict[str, str]:
+def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
   """Files of `a` that are not the same in `b`."""
   return {path: text for path, text in a.items() if b.get(path) != text}
 

@@ -218,9 +218,7 @@ def calibration(
       f' {report["unanswered"]:.0%} of the judgements without a score',
       'bold',
   )
-  out = grid(
-      'Items', '', 'agrees with itself', 'kappa', 'labels', 'mean score'
-  )
+  out = grid('Items', '', 'agrees with itself', 'kappa', 'labels', 'mean score')
   for name, item in report['items'].items():
     out.add_row(
         name,

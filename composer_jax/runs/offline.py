@@ -248,9 +248,7 @@ def _rewards(batch: admission.Batch) -> dict[str, float]:
 def _behavior(batch: admission.Batch) -> dict[str, float]:
   """Means of the signals of all rollouts of a step."""
   parts = [
-      t.reward_parts
-      for g in batch.groups + batch.untrained
-      for t in g.rollouts
+      t.reward_parts for g in batch.groups + batch.untrained for t in g.rollouts
   ]
   names = sorted({k for p in parts for k in p if k.startswith(signals.PREFIX)})
   return {k: float(np.mean([p[k] for p in parts if k in p])) for k in names}
