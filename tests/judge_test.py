@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 from tests import judge_server
 
+from composer_jax import config_text
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
@@ -19,6 +20,7 @@ from composer_jax.rewards import hierarchy
 from composer_jax.rewards import judge as judge_lib
 from composer_jax.rewards import rubric as rubric_lib
 from composer_jax.rewards import verify
+from experiments.configs import tiny
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _RUBRIC = str(_ROOT / 'experiments' / 'rubrics' / 'repair.yaml')
@@ -188,6 +190,16 @@ class JudgeTest(parameterized.TestCase):
       judge_lib.Judge(_RUBRIC, 'localhost', 'm')
     with self.assertRaisesRegex(ValueError, 'rubric=missing'):
       judge_lib.Judge('missing.yaml', self.server.url, 'm')
+
+  def test_it_is_a_value_that_a_run_can_write_down(self):
+    judge = self._judge('m')
+    self.assertEqual(hash(judge), hash(self._judge('m')))
+    cfg = dataclasses.replace(tiny.experiment(), rewards=(judge,))
+    cfg = config_text.override(cfg, 'rewards.0.model=other')
+    text = config_text.to_json(cfg)
+    self.assertEqual(config_text.from_json(text).rewards, cfg.rewards)
+    self.assertEqual(cfg.rewards[0].model, 'other')
+    self.assertStartsWith(cfg.rewards[0].version, 'other/')
 
   def test_together_with_the_verdict(self):
     # A judge that says the worst of a success, the best, and nothing.

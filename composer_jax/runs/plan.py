@@ -19,11 +19,20 @@ from kernels_triton import contract
 
 
 def check(cfg: config.Experiment) -> None:
-  """Refuses shapes that the mesh or the attention kernel cannot cut.
+  """Refuses shapes that cannot be cut, and leases that are too short.
 
   Raises:
     ValueError: names the field, its value and what it must be.
   """
+  tools = cfg.harness.max_turns * cfg.harness.tool_seconds
+  judges = [getattr(r, 'deadline_seconds', 0.0) for r in cfg.rewards]
+  needed = tools + max(judges, default=0.0)
+  if cfg.rl.lease_seconds <= needed:
+    raise ValueError(
+        f'rl.lease_seconds={cfg.rl.lease_seconds}: must be above {needed:g}, the'
+        ' time of tools and of the slowest judge; a rollout that outlives its'
+        ' lease is lost instead of graded'
+    )
   for name, (rows, tokens) in _shapes(cfg).items():
     field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
     if rows < 1 or rows % cfg.mesh.data:
