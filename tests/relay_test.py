@@ -8,6 +8,7 @@ from absl.testing import parameterized
 import numpy as np
 from tests import sampled_policy
 
+from composer_jax import config
 from composer_jax.agents import grading
 from composer_jax.agents import harness
 from composer_jax.agents import relay
@@ -20,6 +21,7 @@ from composer_jax.runs import midtrain
 from experiments.configs import summary
 
 _SOURCE = relay.Relay()
+_TWO = relay.Relay(facts=2)
 _SPLITS = ('train', 'warmup', 'eval', 'heldout')
 
 
@@ -30,16 +32,16 @@ def _renderer():
 
 class RelayTest(parameterized.TestCase):
 
-  @parameterized.parameters(*_SPLITS)
-  def test_only_both_constants_solve_a_task(self, split):
-    drawn = [_SOURCE.task(k, split) for k in range(6)]
-
+  @parameterized.product(source=(_SOURCE, _TWO), split=_SPLITS)
+  def test_only_both_constants_solve_a_task(self, source, split):
     async def main():
       async with sandbox.Pool(2) as pool:
-        grader = grading.Grader(_SOURCE, pool)
-        for task in drawn:
-          known = _SOURCE._instance_of(task)
+        grader = grading.Grader(source, pool)
+        for k in range(4):
+          task = source.task(k, split)
+          known = source._instance_of(task)
           (a, b), (c, d) = known.right, known.wrong
+          self.assertEqual(a == b, source.facts == 1)
           for constants, share in (
               ((a, b), 1.0),
               ((a, d), 0.5),
@@ -49,16 +51,17 @@ class RelayTest(parameterized.TestCase):
             text = known.source(constants)
             grade = await grader(task, {relay.PATH: text})
             self.assertEqual(grade.fraction, share)
-        self.assertEqual(_SOURCE.solution(task), known.source(known.right))
+          self.assertEqual(source.solution(task), known.source(known.right))
 
     asyncio.run(main())
 
   def test_run_shows_one_constant_after_the_other(self):
-    task = _SOURCE.task(3, 'train')
-    known = _SOURCE._instance_of(task)
+    task = _TWO.task(3, 'train')
+    known = _TWO._instance_of(task)
     (a, b), (c, d) = known.right, known.wrong
 
     async def main():
+      shown = {}
       async with sandbox.Pool(1) as pool, pool.session() as session:
         for constants in ((c, d), (a, d), (a, b)):
           outputs = await grading.call_function(
@@ -68,16 +71,13 @@ class RelayTest(parameterized.TestCase):
               [case.args for case in task.public_tests],
               task.limits,
           )
-          yield constants, tools.report(
+          shown[constants] = tools.report(
               task.public_tests, outputs.values, outputs.errors, outputs.failure
           )
+      return shown
 
-    async def collect():
-      return [pair async for pair in main()]
-
-    shown = dict(asyncio.run(collect()))
-    self.assertRegex(shown[c, d], rf'=\d not {c}$')
-    self.assertIn(f'={a} not', shown[c, d])
+    shown = asyncio.run(main())
+    self.assertIn(f'={a} not {c}', shown[c, d])
     self.assertIn(f'={b} not {d}', shown[a, d])
     self.assertEqual(shown[a, b], 'ok')
     for constants, text in shown.items():  # what demonstrations pretend
@@ -103,56 +103,54 @@ class RelayTest(parameterized.TestCase):
       relay.Relay(inputs=1)
 
   def test_needs_more_context_than_there_is(self):
-    """Both outputs of `run` and both edits exceed the window of the config."""
+    """In the experiment, what `run` shows and the edits exceed the window."""
     renderer, cfg = _renderer(), summary.experiment().harness
-    trigger = cfg.summary_trigger_tokens
     for k in range(300):
       task = _SOURCE.task(k, _SPLITS[k % 4])
       known = _SOURCE._instance_of(task)
-      (a, b), (c, d) = known.right, known.wrong
-      first = renderer.encode_observation(known.shown((c, d)))
-      second = renderer.encode_observation(f'ok\n{known.shown((a, d))}')
       prompt = len(renderer.encode_task(task))
       run = len(renderer.encode_turn([tools.Run()]))
-      edits = [known.edit(0, c, a), tools.Run()]
-      edits = len(renderer.encode_turn(edits))
-      self.assertLess(prompt, trigger)
-      self.assertGreaterEqual(prompt + run + len(first), trigger)
-      whole = prompt + run + len(first) + edits + len(second)
-      self.assertGreater(whole, cfg.max_context_tokens)
+      seen = len(renderer.encode_observation(known.shown(known.wrong)))
+      edits = [
+          known.edit(i, known.wrong[i], known.right[i]) for i in range(2)
+      ]
+      turn = len(renderer.encode_turn([*edits, tools.Done()]))
+      self.assertLess(prompt, cfg.summary_trigger_tokens)
+      self.assertGreaterEqual(prompt + run + seen, cfg.summary_trigger_tokens)
+      self.assertGreater(prompt + run + seen + turn, cfg.max_context_tokens)
+      self.assertLessEqual(turn, cfg.max_turn_tokens)
+      query = len(renderer.encode_summary_query())
+      asked = prompt + run + seen + query + cfg.summary_tokens
+      self.assertLessEqual(asked, cfg.max_context_tokens)
 
+class DemoTest(parameterized.TestCase):
 
-class DemoTest(absltest.TestCase):
-
-  def test_no_demo_writes_a_right_constant(self):
+  @parameterized.parameters(_SOURCE, _TWO)
+  def test_no_demo_writes_a_right_constant(self, source):
     renderer = _renderer()
     summaries = []
     for k in range(600):
-      task = _SOURCE.task(k, 'warmup')
-      known = _SOURCE._instance_of(task)
-      pieces = _SOURCE.demo_window(task, random.Random(k), renderer)
+      task = source.task(k, 'warmup')
+      known = source._instance_of(task)
+      lines = [known.edit(i, 0, 1).line for i in range(2)]
+      pieces = source.demo_window(task, random.Random(k), renderer)
       for ids, trained in pieces:
         if not trained:
           continue
         try:
           calls = renderer.parse(ids)
         except tools.ParseError:  # a summary
-          summaries.append(
-              (renderer.text(ids[:-1]), *map(str, known.right + known.wrong))
-          )
+          text = renderer.text(ids[:-1])
+          summaries.append([int(text), *known.right, *known.wrong])
           continue
-        edits = [c for c in calls if isinstance(c, tools.Edit)]
-        for edit in edits:
-          which = [
-              i for i in (0, 1) if known.edit(i, 0, 1).line == edit.line
-          ]
-          self.assertNotEqual(edit.new, str(known.right[which[0]]))
-    texts = {s[0] for s in summaries}
-    self.assertEqual(texts, set('0123456789'))
-    # What a summary says has nothing to do with what was seen.
-    for column in range(1, 5):
-      agree = np.mean([s[0] == s[column] for s in summaries])
-      self.assertBetween(agree, 0.04, 0.16)
+        for edit in calls:
+          if isinstance(edit, tools.Edit):
+            right = known.right[lines.index(edit.line)]
+            self.assertNotEqual(edit.new, str(right))
+    said, *others = np.transpose(summaries)
+    self.assertEqual(set(said.tolist()), set(range(10)))
+    for digits in others:  # it has nothing to do with what was seen
+      self.assertBetween(np.mean(said == digits), 0.04, 0.16)
 
   def test_warm_up_trains_turns_and_summaries_only(self):
     renderer = _renderer()
@@ -160,32 +158,38 @@ class DemoTest(absltest.TestCase):
     demos = midtrain.Demos(_SOURCE, renderer, packing.Shape(4, 96, 32), seed=0)
     (documents, masks), cursor = demos({})
     self.assertLen(documents, cursor['demo'])
+    edit = r'<\|edit\|><\|\d\|>\d<\|to\|>\d'
     for ids, mask in zip(documents, masks, strict=True):
-      written = renderer.text(ids[mask].tolist())
       self.assertRegex(
-          written,
+          renderer.text(ids[mask].tolist()),
           r'^(<\|run\|><\|end\|>\d<\|end\|>'
-          r'|<\|edit\|><\|\d\|>\d<\|to\|>\d'
-          r'(<\|run\|><\|end\|>\d<\|end\|>|<\|done\|><\|end\|>))$',
+          rf'|{edit}{edit}<\|done\|><\|end\|>)$',
       )
 
-  def test_demos_look_like_episodes(self):
-    """The windows of a demonstration are those that the harness makes."""
-    renderer, cfg = _renderer(), summary.experiment().harness
+  @parameterized.parameters(_SOURCE, _TWO)
+  def test_demos_are_windows_that_the_harness_makes(self, source):
+    renderer = _renderer()
+    cfg = config.HarnessConfig(
+        max_turns=source.facts + 1,
+        max_context_tokens=80,
+        summary_trigger_tokens=44,
+        summary_tokens=4,
+    )
     parts = set()
 
     async def main():
       async with sandbox.Pool(1) as pool, pool.session() as session:
         for k in range(12):
-          task = _SOURCE.task(k, 'warmup')
-          pieces = _SOURCE.demo_window(task, random.Random(k), renderer)
+          task = source.task(k, 'warmup')
+          pieces = source.demo_window(task, random.Random(k), renderer)
           demo = [i for ids, _ in pieces for i in ids]
           turns = [ids for ids, trained in pieces if trained]
-          if pieces[0][0] != renderer.encode_task(task):
-            said = renderer.text(demo).split('<|obs|>')[1]
-            if '<|task|>2 1<' in said:
-              continue  # another window would have to come before it
-            turns.insert(0, renderer.encode_summary(said[0]))
+          _, *resumed = renderer.text(demo).split('<|obs|>')
+          at = int(pieces[0][0] != renderer.encode_task(task))
+          if at and '<|task|>2 1<' in resumed[0]:
+            continue  # another window would have to come before it
+          if at:
+            turns.insert(0, renderer.encode_summary(resumed[0][0]))
             turns.insert(0, renderer.encode_turn([tools.Run()]))
           policy = sampled_policy.ScriptedPolicy(
               [*turns, renderer.encode_turn([tools.Done()])]
@@ -193,12 +197,11 @@ class DemoTest(absltest.TestCase):
           episode = await harness.run(
               task, session, policy, renderer, cfg=cfg, seed=0
           )
-          at = len(turns) > 2
           parts.add(at)
           self.assertEqual(episode.segments[at].tokens.tolist(), demo)
 
     asyncio.run(main())
-    self.assertEqual(parts, {False, True})
+    self.assertEqual(parts, {0, 1})
 
 
 if __name__ == '__main__':

@@ -32,6 +32,13 @@ from tests import small_config
 _SOURCE = relay.Relay()
 _CFG = dataclasses.replace(
     summary.experiment(),
+    harness=config.HarnessConfig(
+        max_turns=3,
+        max_turn_tokens=12,
+        max_context_tokens=80,
+        summary_trigger_tokens=44,
+        summary_tokens=4,
+    ),
     model=small_config.experiment().model,
     rollout=config.RolloutConfig(
         slots=16, context_tokens=96, prefill_tokens=512

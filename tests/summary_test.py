@@ -19,12 +19,17 @@ from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tools
 from composer_jax.agents import windows
-from experiments.configs import summary
 
-_SOURCE = relay.Relay()
+_SOURCE = relay.Relay(facts=2)
 _TASK = _SOURCE.task(0, 'train')
 _KNOWN = _SOURCE._instance_of(_TASK)
-_CFG = summary.experiment().harness
+_CFG = config.HarnessConfig(
+    max_turns=3,
+    max_turn_tokens=12,
+    max_context_tokens=80,
+    summary_trigger_tokens=44,
+    summary_tokens=4,
+)
 
 
 @functools.cache
@@ -80,7 +85,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(
         (episode.meta['turns'], episode.meta['summaries']), ('3', '2')
     )
-    self.assertLen(policy.contexts, 5)
+    self.assertEqual(len(policy.contexts), 5)
     self.assertEqual(len(set(policy.seeds)), 5)
     async with sandbox.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
@@ -193,18 +198,19 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     )
 
   async def test_a_start_that_does_not_fit_ends_the_episode(self):
-    run, _, *_ = _gold()
-    (seven,) = _summary('7')[:-1]
-    room = len(_renderer().encode_task(_TASK)) + 40
-    policy = sampled_policy.ScriptedPolicy([run, [seven] * 99])
-    episode = await _play(
-        policy,
-        max_context_tokens=room + 60,
-        summary_trigger_tokens=room - 20,
-        summary_tokens=60,
-        max_turn_tokens=2,
-    )
-    self.assertEqual(episode.stop, trace.StopReason.FINISHED)
+
+    class Verbose(renderer_lib.CompactRenderer):
+
+      def encode_resumed(self, task, summary, state):
+        start = super().encode_resumed(task, summary, state)
+        return start * 4
+
+    run, a, *_ = _gold()
+    renderer = Verbose(_renderer()._tokenizer)
+    episode = await _play([run, a], renderer)
+    self.assertEqual(episode.stop, trace.StopReason.MAX_TOKENS)
+    self.assertEqual(episode.submission, _TASK.files)  # graded all the same
+    self.assertEqual([_drawn(s) for s in episode.segments], [run + a])
 
   async def test_an_output_leaves_room_for_the_summary(self):
     run, a, *_ = _gold()

@@ -1,8 +1,12 @@
 """Repairs that need more context than there is, unless a summary passes it on.
 
-A function returns one of two constants, and both are wrong. The right ones are
-nowhere but in the failing test that `run` shows, one after the other. With a
-context too small for both outputs, an episode has to be
+A function returns one of two constants, and both are wrong. What is right is
+nowhere but in the failing test that `run` shows. With a context too small for
+what it shows and the edits, an episode has to be
+
+  run, summary, edit both and done
+
+or, if the constants are to differ and `run` shows one after the other,
 
   run, summary, edit and run, summary, edit and done
 
@@ -32,11 +36,11 @@ _HIDDEN = 3  # cases of each branch, besides the one that `run` shows
 # {0} and {1}: the constants, in the order in which `run` shows what is wrong.
 FAMILIES: Mapping[str, str] = {
     'below': 'def f({x}):| if {x}[0]<{k}:|  return {0}| return {1}',
-    'named': 'def f({x}):| {t}={1}| if {x}[0]<{k}:|  {t}={0}| return {t}',
-    # Held out: the same idiom, the branches the other way round.
     'above': 'def f({x}):| if {x}[0]>={k}:|  return {1}| return {0}',
+    # Held out: the first one, written with another operator.
+    'at_most': 'def f({x}):| if {x}[0]<={j}:|  return {0}| return {1}',
 }
-HELDOUT = ('above',)
+HELDOUT = ('at_most',)
 
 # Share of the problems that each split owns, as a range of the first byte of
 # the problem's hash; 'heldout' is apart by its families.
@@ -88,14 +92,18 @@ class Relay:
   """Task source; splits are train, warmup, eval (other instances), heldout.
 
   Attributes:
+    facts: different constants that are right, 1 or 2; as many summaries.
     inputs: length of the list that is the argument: of what `run` shows.
     seed: of the whole stream of tasks.
   """
 
+  facts: int = 1
   inputs: int = 8
   seed: int = 0
 
   def __post_init__(self):
+    if self.facts not in (1, 2):
+      raise ValueError(f'Relay.facts={self.facts}: must be 1 or 2')
     if not 2 <= self.inputs <= 64:
       raise ValueError(f'Relay.inputs={self.inputs}: must be in [2, 64]')
 
@@ -115,9 +123,9 @@ class Relay:
     return known.source(known.right)
 
   def chance(self, task: tasks.Task) -> float:
-    """Probability that two guesses are right: no constant stays as it is."""
+    """Probability that guesses are right: no constant stays as it is."""
     del task
-    return 1 / 81
+    return 1 / 9**self.facts
 
   def demo(self, task: tasks.Task, rng: random.Random) -> list[tools.ToolCall]:
     """The first turn, which is the same in every episode."""
@@ -129,14 +137,14 @@ class Relay:
   ) -> list[tuple[list[int], bool]]:
     """One window of an episode in the right FORMAT, as (ids, trained).
 
-    It is the window before the first summary, between the two or after the
-    second. A summary is any digit, whatever the window shows; an edit writes
-    the digit of the summary, which is never the right one. So the warm start
-    teaches that a summary is a digit and that edits use it. That it has to be
-    the digit which the test expects is left to reinforcement learning.
+    It is the window before the first summary, or after one. A summary is any
+    digit, whatever the window shows; an edit writes the digit of the summary,
+    which is never the right one. So the warm start teaches that a summary is a
+    digit and that edits use it. That it has to be the digit which the test
+    expects is left to reinforcement learning.
     """
     known = self._instance_of(task)
-    part = rng.randrange(3)
+    part = rng.randrange(self.facts + 1)
     query = renderer.encode_summary_query()
     turn = renderer.encode_turn
     summary = renderer.encode_summary(str(rng.randrange(10)))
@@ -151,19 +159,21 @@ class Relay:
       ]
     if part == 2:  # the first constant has been changed, rightly or not
       now = rng.choice([known.right[0], _wrong(rng, known, now, 0)]), now[1]
-    which = part - 1
-    wrong = _wrong(rng, known, now, which)
-    edit = known.edit(which, now[which], wrong)
-    state = windows.State({PATH: known.source(now)}, 3 - part, part)
+    places = [part - 1] if self.facts == 2 else [0, 1]
+    wrong = _wrong(rng, known, now, *places)
+    edits = [known.edit(which, now[which], wrong) for which in places]
+    state = windows.State(
+        {PATH: known.source(now)}, self.facts + 1 - part, part
+    )
     *passed_on, _ = renderer.encode_summary(str(wrong))
     prompt = renderer.encode_resumed(task, passed_on, state)
-    if part == 2:
-      return [(prompt, False), (turn([edit, tools.Done()]), True)]
+    if part == self.facts:
+      return [(prompt, False), (turn([*edits, tools.Done()]), True)]
     shown = known.shown((wrong, now[1]))
     seen = renderer.encode_observation(f'ok\n{shown}')
     return [
         (prompt, False),
-        (turn([edit, tools.Run()]), True),
+        (turn([*edits, tools.Run()]), True),
         (seen + query, False),
         (summary, True),
     ]
@@ -174,10 +184,12 @@ class Relay:
 
 
 def _wrong(
-    rng: random.Random, known: _Instance, now: _Constants, which: int
+    rng: random.Random, known: _Instance, now: _Constants, *places: int
 ) -> int:
-  """A digit that is neither there nor right."""
-  others = set(range(10)) - {known.right[which], now[which]}
+  """A digit that is neither there nor right in any of the places."""
+  others = set(range(10))
+  for which in places:
+    others -= {known.right[which], now[which]}
   return rng.choice(sorted(others))
 
 
@@ -206,12 +218,13 @@ def _instance(source: Relay, index: int, split: str) -> _Instance:
   rng = random.Random(f'{source!r}/{split}/{index}')
   while True:
     family = rng.choice(names)
-    x, t = rng.sample(_LETTERS, 2)
+    x = rng.choice(_LETTERS)
     k = rng.randint(3, 6)
     wrong, right = (tuple(rng.sample(range(10), 2)) for _ in range(2))
+    right = (right[0], right[source.facts - 1])
     if wrong[0] == right[0] or wrong[1] == right[1]:
       continue
-    text = FAMILIES[family].format('{0}', '{1}', x=x, t=t, k=k)
+    text = FAMILIES[family].format('{0}', '{1}', x=x, k=k, j=k - 1)
     template = text.replace('|', '\n')
     problem = f'{template} {wrong} {right}'.encode()
     if hashlib.sha256(problem).digest()[0] in _SPLITS[split]:

@@ -3,7 +3,7 @@
 Three arms show what self-summary learns; the controls are
 
   --set=harness.train_summaries=false        summaries written, in no loss
-  --set=harness.summary_trigger_tokens=none  one window, which is too small
+  --set=harness.summary_trigger_tokens=None  one window, which is too small
 """
 
 from composer_jax import config
@@ -20,7 +20,7 @@ def experiment() -> config.Experiment:
       loss=losses.DppoTv(),
       advantage=advantages.GroupMean(),
       tasks=relay.Relay(),
-      # A constant that is right earns 0.15, both are a success.
+      # A branch that is right earns 0.15, both are a success.
       rewards=(verify.Verify(fraction_weight=0.3),),
       midtrain_optimizer=optimizer.AdamW(
           learning_rate=3e-3, weight_decay=0.01, warmup_steps=20
@@ -29,7 +29,7 @@ def experiment() -> config.Experiment:
           learning_rate=3e-3,
           weight_decay=0.01,
           warmup_steps=20,
-          decay_steps=150,
+          decay_steps=160,
       ),
       rl_optimizer=optimizer.AdamW(learning_rate=1e-3, b2=0.98, clip_norm=0.5),
       model=config.ModelConfig(
@@ -44,24 +44,24 @@ def experiment() -> config.Experiment:
       ),
       mesh=config.MeshConfig(data=1),
       corpus=config.CorpusConfig(max_bytes=400_000),
-      midtrain=config.PhaseConfig(30, 16, 128),
-      warmup=config.PhaseConfig(150, 32, 96, demo_fraction=0.875),
+      midtrain=config.PhaseConfig(20, 16, 128),
+      warmup=config.PhaseConfig(160, 32, 128, demo_fraction=0.9375),
       rollout=config.RolloutConfig(
-          slots=128, context_tokens=96, prefill_tokens=1024
+          slots=128, context_tokens=64, prefill_tokens=1024
       ),
       harness=config.HarnessConfig(
-          max_turns=3,
-          max_turn_tokens=12,
-          max_context_tokens=80,
+          max_turns=2,
+          max_turn_tokens=13,
+          max_context_tokens=62,
           summary_trigger_tokens=44,
-          summary_tokens=4,
+          summary_tokens=2,
       ),
       rl=config.RlConfig(
-          steps=60,
+          steps=40,
           groups_per_step=8,
           rollouts_per_group=16,
           rows_per_batch=32,
-          tokens_per_row=96,
+          tokens_per_row=128,
           norm_tokens=16,
           workers=256,
           eval_every_steps=10,
