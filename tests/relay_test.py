@@ -85,9 +85,7 @@ class RelayTest(parameterized.TestCase):
 
   def test_splits_share_nothing_and_tasks_come_again(self):
     prints = {
-        split: {
-            _SOURCE.fingerprint(_SOURCE.task(k, split)) for k in range(200)
-        }
+        split: {_SOURCE.fingerprint(_SOURCE.task(k, split)) for k in range(200)}
         for split in _SPLITS
     }
     self.assertLen(set.union(*prints.values()), 800)
@@ -111,9 +109,7 @@ class RelayTest(parameterized.TestCase):
       prompt = len(renderer.encode_task(task))
       run = len(renderer.encode_turn([tools.Run()]))
       seen = len(renderer.encode_observation(known.shown(known.wrong)))
-      edits = [
-          known.edit(i, known.wrong[i], known.right[i]) for i in range(2)
-      ]
+      edits = [known.edit(i, known.wrong[i], known.right[i]) for i in range(2)]
       turn = len(renderer.encode_turn([*edits, tools.Done()]))
       self.assertLess(prompt, cfg.summary_trigger_tokens)
       self.assertGreaterEqual(prompt + run + seen, cfg.summary_trigger_tokens)
@@ -122,6 +118,7 @@ class RelayTest(parameterized.TestCase):
       query = len(renderer.encode_summary_query())
       asked = prompt + run + seen + query + cfg.summary_tokens
       self.assertLessEqual(asked, cfg.max_context_tokens)
+
 
 class DemoTest(parameterized.TestCase):
 

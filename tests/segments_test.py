@@ -73,9 +73,7 @@ class EngineTest(absltest.TestCase):
   def test_audit_and_replay_of_every_segment_are_exact(self):
     tasks = [_SOURCE.task(k, 'train') for k in range(12)]
     rollouts = self.host.call(
-        self.host.rollouts(
-            tasks, name='t', seeds=range(12), temperature=1.0
-        )
+        self.host.rollouts(tasks, name='t', seeds=range(12), temperature=1.0)
     )
     # A model without training is cut off and told so until it has to sum up.
     several = [t for t in rollouts if len(t.segments) > 1]

@@ -161,9 +161,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     run, *_ = _gold()
     (seven,) = _summary('7')[:-1]
     for script, passed_on in (([seven] * 9, [seven] * 4), (_turn(), [])):
-      policy = sampled_policy.ScriptedPolicy(
-          [run, script, _turn(tools.Done())]
-      )
+      policy = sampled_policy.ScriptedPolicy([run, script, _turn(tools.Done())])
       episode = await _play(policy)
       self.assertEqual(episode.stop, trace.StopReason.FINISHED)
       state = windows.State(_TASK.files, 2, 1)
@@ -188,9 +186,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     resumed = len(_renderer().encode_task(_TASK)) + 3
     policy = sampled_policy.ScriptedPolicy([run, a, run, run])
     # The resumed window is longer than the trigger, the first one is not.
-    episode = await _play(
-        policy, summary_trigger_tokens=resumed, max_turns=9
-    )
+    episode = await _play(policy, summary_trigger_tokens=resumed, max_turns=9)
     self.assertEqual(episode.meta['summaries'], '1')
     self.assertEqual(episode.stop, trace.StopReason.MAX_TOKENS)
     self.assertEqual(

@@ -263,7 +263,9 @@ async def run(
         summary = await windows.summarize()
         loop.counts['summaries'] += 1
         loop.counts['summary_tokens'] += len(summary)
-        state = windows_lib.State(files, cfg.max_turns - turns, loop.counts['summaries'])
+        state = windows_lib.State(
+            files, cfg.max_turns - turns, loop.counts['summaries']
+        )
         if not windows.begin(renderer.encode_resumed(task, summary, state)):
           stop = trace.StopReason.MAX_TOKENS
           break

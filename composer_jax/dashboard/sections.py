@@ -129,7 +129,10 @@ def _segments(run: data.Run) -> list[cards.Card]:
   tokens = [
       charts.Series(name, *run.series('rl', f'segments/{key}'), color=color)
       for color, (key, name) in enumerate(
-          {'tokens_mean': 'all windows, mean', 'longest_tokens': 'longest'}.items()
+          {
+              'tokens_mean': 'all windows, mean',
+              'longest_tokens': 'longest',
+          }.items()
       )
   ]
   return [
