@@ -5,6 +5,7 @@
   python3 -m experiments.inspect weights --store=URL --diff A B [--plot=PNG]
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
+  python3 -m experiments.inspect curves --runs=DIR,DIR [--metric=NAME] [--plot=PNG]
   python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
   python3 -m experiments.inspect ops --workdir=DIR --against=FILE
   python3 -m experiments.inspect sandbox
@@ -15,6 +16,8 @@ run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
 --diff compares two versions, by array and by size of step, and can plot that.
 trajectory: the list of those kept, or one of them with its text.
+curves: a figure of several runs, and its plot; directories whose names differ in
+a number at the end are runs of one arm.
 ops: computes some windows with decoder and trainer, and one training step, and
 names the first op in which the two roles differ; --against compares with what
 another process has computed and saved.
@@ -33,7 +36,15 @@ from rich import console
 from rich import progress as rich_progress
 from rich import table
 
-_COMMANDS = ('run', 'weights', 'trajectory', 'ops', 'sandbox', 'judge')
+_COMMANDS = (
+    'run',
+    'weights',
+    'trajectory',
+    'curves',
+    'ops',
+    'sandbox',
+    'judge',
+)
 
 
 def _define(command: str) -> None:
@@ -59,6 +70,10 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
     absl_flags.DEFINE_string('path', None, 'File of a trajectory.')
     absl_flags.DEFINE_bool('tokens', False, 'A line for every token.')
+  elif command == 'curves':
+    absl_flags.DEFINE_list('runs', None, 'Work directories.', required=True)
+    absl_flags.DEFINE_string('metric', 'eval/pass1_sampled', 'The figure.')
+    absl_flags.DEFINE_string('plot', None, 'PNG file to plot the curves to.')
   elif command == 'ops':
     flags.define_workdir('of the run')
     absl_flags.DEFINE_string('save', None, 'File to save all values to.')
@@ -156,6 +171,18 @@ def _trajectory(out: console.Console) -> None:
     return
   for part in inspection.trajectory(path, values.tokens):
     out.print(part)
+
+
+def _curves(out: console.Console) -> None:
+  from composer_jax.dashboard import plots
+  from composer_jax.runs import inspection
+
+  values = absl_flags.FLAGS
+  metric = values.metric
+  arms = inspection.arms([pathlib.Path(r) for r in values.runs], metric)
+  out.print(inspection.curve_table(arms, metric))
+  if values.plot:
+    plots.curves(values.plot, metric, ('RL step', metric), arms)
 
 
 def _ops(out: console.Console) -> int:
@@ -263,6 +290,7 @@ def main() -> int | None:
       'run': _run,
       'weights': _weights,
       'trajectory': _trajectory,
+      'curves': _curves,
       'ops': _ops,
       'sandbox': _sandbox,
       'judge': _judge,

@@ -21,6 +21,7 @@ from composer_jax.agents import json_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
+from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import verify
@@ -80,13 +81,13 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     turn += [tools.Replace('g.py', '', _SLEEPER)]
     async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
       async with pool.session() as session:
-        loop = harness.ToolLoop(session, _CFG)
+        loop = tool_loop.ToolLoop(session, _CFG)
         loop._seconds = 0.5  # so that the second run is the last call
         files, _, done = await loop.execute(_TASK, _TASK.files, turn)
         self.assertFalse(done)
         self.assertTrue(loop.exhausted)
         self.assertEqual(files, {'f.py': _SLEEPER})
-        loop = harness.ToolLoop(session, _CFG)
+        loop = tool_loop.ToolLoop(session, _CFG)
         loop._seconds = 0.5
         turn = [tools.Replace('f.py', _OLD, _NEW), tools.Run()]
         files, _, _ = await loop.execute(_TASK, _TASK.files, turn)

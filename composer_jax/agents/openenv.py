@@ -116,7 +116,7 @@ class Client:
 
 
 class RemoteLoop:
-  """Tools of a remote environment; a `harness.Loop`.
+  """Tools of a remote environment; a `tool_loop.Loop`.
 
   Attributes:
     counts: of the episode.

@@ -11,11 +11,11 @@ from typing import Any
 
 from composer_jax import config
 from composer_jax.agents import grading
-from composer_jax.agents import harness
 from composer_jax.agents import json_renderer
 from composer_jax.agents import openenv
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
+from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
 from websockets import exceptions
 from websockets.asyncio import server as ws_server
@@ -73,7 +73,7 @@ class _Session:
     await self._session.release()  # nothing of the episode before is left
     self._task, self._steps, self._done = task, 0, False
     self._files: Mapping[str, str] = dict(task.files)
-    self._loop = harness.ToolLoop(self._session, self._server.cfg)
+    self._loop = tool_loop.ToolLoop(self._session, self._server.cfg)
     return observation(
         task.instruction, None, False, id=task.id, files=dict(task.files)
     )

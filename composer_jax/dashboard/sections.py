@@ -118,6 +118,50 @@ def _learning(run: data.Run) -> list[cards.Card]:
           f'Before clipping at {clip:g}.' if clip else 'Before clipping.',
           cards.draw(run, {'grad_norm': 'gradient norm'}, 'norm'),
       ),
+      *_segments(run),
+  ]
+
+
+def _segments(run: data.Run) -> list[cards.Card]:
+  """Of a run whose rollouts went past their context window; else nothing."""
+  if not run.keys('rl', 'segments/'):
+    return []
+  window = run.config.get('harness', {}).get('max_context_tokens')
+  tokens = [
+      charts.Series(name, *run.series('rl', f'segments/{key}'), color=color)
+      for color, (key, name) in enumerate(
+          {
+              'tokens_mean': 'all windows, mean',
+              'longest_tokens': 'longest',
+          }.items()
+      )
+  ]
+  return [
+      cards.Card(
+          'Summaries and segments',
+          'Of a rollout: the summaries it wrote when its context filled up, and'
+          ' the windows it went on in.',
+          cards.draw(
+              run,
+              {
+                  'segments/summaries_mean': 'summaries, mean',
+                  'segments/count_mean': 'segments, mean',
+                  'segments/count_max': 'segments, most',
+              },
+              'per rollout',
+          ),
+      ),
+      cards.Card(
+          'Context of a rollout',
+          'Tokens of all its windows together, and of the longest window of the'
+          ' step.',
+          charts.lines(
+              tokens,
+              x_label=cards.STEP,
+              y_label='tokens',
+              levels={'one window': window} if window else {},
+          ),
+      ),
   ]
 
 

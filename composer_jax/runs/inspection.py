@@ -4,7 +4,7 @@ The console it is printed to must have markup off: cells hold text of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import difflib
 import math
 import pathlib
@@ -71,6 +71,50 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
     for name, value in facts:
       out.add_row(name, value)
     yield out
+
+
+def arms(
+    workdirs: Sequence[pathlib.Path], metric: str
+) -> dict[str, list[tuple[list[float], list[float]]]]:
+  """(steps, values) of one figure, of runs grouped into arms.
+
+  Directories whose names differ in a number at the end, such as `base-0` and
+  `base-1`, are runs of one arm.
+
+  Args:
+    workdirs: of the runs.
+    metric: a figure of any phase, such as `eval/pass1_sampled`.
+
+  Raises:
+    ValueError: a run that does not have the figure.
+  """
+  out: dict[str, list[tuple[list[float], list[float]]]] = {}
+  for workdir in workdirs:
+    found = data.load(workdir)
+    phases = [p for p in found.records if found.series(p, metric)[0]]
+    if not phases:
+      near = sorted({k for p in found.records for k in found.keys(p, '')})
+      close = difflib.get_close_matches(metric, near, 3, 0.0) or ['none']
+      raise ValueError(
+          f'metric={metric}: {workdir} has not recorded it; near it:'
+          f' {", ".join(close)}'
+      )
+    name = workdir.name.rstrip('0123456789').rstrip('-_.') or workdir.name
+    out.setdefault(name, []).append(found.series(phases[0], metric))
+  return out
+
+
+def curve_table(
+    arms: Mapping[str, Sequence[tuple[list[float], list[float]]]], metric: str
+) -> rich_table.Table:
+  """First and last value of every run of `arms`, and their means."""
+  out = grid(metric, 'arm', 'runs', 'first', 'last', 'mean first', 'mean last')
+  for name, runs in arms.items():
+    ends = [[y[k] for _, y in runs] for k in (0, -1)]
+    each = [' '.join(f'{v:.3f}' for v in values) for values in ends]
+    means = [f'{sum(values) / len(values):.3f}' for values in ends]
+    out.add_row(name, str(len(runs)), *each, *means)
+  return out
 
 
 def stored(workdir: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -240,7 +240,9 @@ def _rewards(batch: admission.Batch) -> dict[str, float]:
       'lost_rollouts': lag['rollouts/lost'] + lag['rollouts/refused'],
       'staleness/submit_lag_mean': lag.get('lag/submit_mean', 0.0),
       **{
-          k: v for k, v in lag.items() if k.startswith(('rollouts/', 'length/'))
+          k: v
+          for k, v in lag.items()
+          if k.startswith(('rollouts/', 'length/', 'segments/'))
       },
   }
 
