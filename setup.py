@@ -41,7 +41,10 @@ setuptools.setup(
     packages=setuptools.find_packages(
         include=['composer_jax*', 'kernels_triton*', 'experiments*']
     ),
-    package_data={'composer_jax.dashboard': ['templates/*']},
+    package_data={
+        'composer_jax.dashboard': ['templates/*'],
+        'experiments': ['rubrics/*.yaml'],
+    },
     install_requires=_CORE,
     extras_require={
         'gpu': ['jax[cuda13]', *_KERNELS],

@@ -104,6 +104,21 @@ class TogetherTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
 
 
+class NoVerdictTest(unittest.IsolatedAsyncioTestCase):
+
+  async def test_a_grader_that_dies_gives_no_reward(self):
+    async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+      fresh._idle[0]._process.kill()
+      fresh._idle[0]._process.wait()
+      grader = grading.Grader(_SOURCE, fresh)
+      server = openenv_server.Server(_SOURCE, 'eval', pool, grader, _CFG)
+      async with server.listen() as url:
+        episode = await _play(url, [_REPAIR, tools.Done()])
+    self.assertEqual(episode.stop, trace.StopReason.INFRA_ERROR)
+    self.assertIn('EXECUTION_ERROR', episode.meta['failure'])
+    self.assertIsNone(episode.grade)
+
+
 class ServerTest(unittest.IsolatedAsyncioTestCase):
 
   async def _talk(self, *frames, **kwargs):
