@@ -10,7 +10,6 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import relay
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.fleet import admission
 from composer_jax.fleet import ingest
@@ -25,21 +24,11 @@ from composer_jax.runs import host as host_lib
 from composer_jax.runs import offline
 from composer_jax.runs import replay
 from composer_jax.weights import publish
-from experiments.configs import summary
 from kernels_triton import contract
-from tests import small_config
+from tests import summary_config
 
-_SOURCE = relay.Relay()
 _CFG = dataclasses.replace(
-    summary.experiment(),
-    harness=config.HarnessConfig(
-        max_turns=3,
-        max_turn_tokens=12,
-        max_context_tokens=80,
-        summary_trigger_tokens=44,
-        summary_tokens=4,
-    ),
-    model=small_config.experiment().model,
+    summary_config.experiment(),
     rollout=config.RolloutConfig(
         slots=16, context_tokens=96, prefill_tokens=512
     ),
@@ -47,7 +36,7 @@ _CFG = dataclasses.replace(
 
 
 def _renderer():
-  texts = [_SOURCE.task(k, 'warmup').files['f.py'] for k in range(300)]
+  texts = [_CFG.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
   return renderer_lib.CompactRenderer(renderer_lib.train_tokenizer(texts, 384))
 
 
@@ -71,7 +60,7 @@ class EngineTest(absltest.TestCase):
     self.host = self.enterContext(host)
 
   def test_audit_and_replay_of_every_segment_are_exact(self):
-    tasks = [_SOURCE.task(k, 'train') for k in range(12)]
+    tasks = [_CFG.tasks.task(k, 'train') for k in range(12)]
     rollouts = self.host.call(
         self.host.rollouts(tasks, name='t', seeds=range(12), temperature=1.0)
     )

@@ -21,8 +21,8 @@ class SmallIds:
 
   async def __call__(self, task, episode):
     del task
-    (segment,) = episode.segments
-    score = float(np.mean(segment.tokens[segment.sampled] < self.half))
+    drawn = [s.tokens[s.sampled] for s in episode.segments]
+    score = float(np.mean(np.concatenate(drawn) < self.half))
     return verify.RewardResult(score, True, parts={'small_ids': score})
 
 
