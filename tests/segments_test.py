@@ -81,20 +81,29 @@ class EngineTest(absltest.TestCase):
 
     named = params_lib.names(params_lib.publish_dtype(self.params))
     params = feed.decode_params({k: np.asarray(v) for k, v in named.items()})
-    weights = {0: replay.Weights(params, self.version.digest)}
     original = next(t for t in several if len(t.segments) > 2)
+    # Played again as if other weights had drawn every segment: the same ones.
+    count = len(original.segments)
+    weights = {k: replay.Weights(params, f'digest-{k}') for k in range(count)}
+    spans = [s.versions + k for k, s in enumerate(original.segments)]
     index = int(original.group_id.rpartition('/')[2])
     again = self.host.call(
         self.host.rollout(
             tasks[index],
             original.task_id,
             seed=index,
-            policy=replay.Recorded(
-                _CFG, weights, [s.versions for s in original.segments]
-            ),
+            policy=replay.Recorded(_CFG, weights, spans),
         )
     )
-    self.assertEqual(trace.to_bytes(again), trace.to_bytes(original))
+    self.assertLen(again.segments, count)
+    self.assertEqual(again.weights, {k: f'digest-{k}' for k in range(count)})
+    for k, (got, want) in enumerate(
+        zip(again.segments, original.segments, strict=True)
+    ):
+      self.assertTrue((got.versions == k).all())
+      for field in ('tokens', 'sampled', 'logps'):
+        np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
+      np.testing.assert_array_equal(got.routing.experts, want.routing.experts)
 
 
 def _segment(first, sampled=4):
