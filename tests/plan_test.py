@@ -63,6 +63,22 @@ class PlanTest(parameterized.TestCase):
   def test_says(self, pattern):
     self.assertRegex(plan.text(_experiment()), pattern)
 
+  def test_summaries_make_more_windows(self):
+    edits = [
+        f'harness.{edit}'
+        for edit in (
+            'max_turns=9',
+            'max_context_tokens=60',
+            'max_turn_tokens=9',
+            'summary_tokens=9',
+            'summary_trigger_tokens=40',
+        )
+    ]
+    text = plan.text(_experiment(*edits, 'rl.tokens_per_row=128'))
+    self.assertRegex(text, r'at most +108 windows x 96 tokens')
+    with self.assertRaisesRegex(ValueError, r'up to 9 windows, 1 in a row'):
+      plan.check(_experiment(*edits))
+
   def test_counts_and_sizes_are_those_of_the_arrays(self):
     cfg = _experiment()
     made = jax.tree.leaves(

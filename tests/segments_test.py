@@ -10,7 +10,6 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import relay
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.fleet import admission
 from composer_jax.fleet import ingest
@@ -25,21 +24,11 @@ from composer_jax.runs import host as host_lib
 from composer_jax.runs import offline
 from composer_jax.runs import replay
 from composer_jax.weights import publish
-from experiments.configs import summary
 from kernels_triton import contract
-from tests import small_config
+from tests import summary_config
 
-_SOURCE = relay.Relay()
 _CFG = dataclasses.replace(
-    summary.experiment(),
-    harness=config.HarnessConfig(
-        max_turns=3,
-        max_turn_tokens=12,
-        max_context_tokens=80,
-        summary_trigger_tokens=44,
-        summary_tokens=4,
-    ),
-    model=small_config.experiment().model,
+    summary_config.experiment(),
     rollout=config.RolloutConfig(
         slots=16, context_tokens=96, prefill_tokens=512
     ),
@@ -47,7 +36,7 @@ _CFG = dataclasses.replace(
 
 
 def _renderer():
-  texts = [_SOURCE.task(k, 'warmup').files['f.py'] for k in range(300)]
+  texts = [_CFG.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
   return renderer_lib.CompactRenderer(renderer_lib.train_tokenizer(texts, 384))
 
 
@@ -71,7 +60,7 @@ class EngineTest(absltest.TestCase):
     self.host = self.enterContext(host)
 
   def test_audit_and_replay_of_every_segment_are_exact(self):
-    tasks = [_SOURCE.task(k, 'train') for k in range(12)]
+    tasks = [_CFG.tasks.task(k, 'train') for k in range(12)]
     rollouts = self.host.call(
         self.host.rollouts(tasks, name='t', seeds=range(12), temperature=1.0)
     )
@@ -92,20 +81,29 @@ class EngineTest(absltest.TestCase):
 
     named = params_lib.names(params_lib.publish_dtype(self.params))
     params = feed.decode_params({k: np.asarray(v) for k, v in named.items()})
-    weights = {0: replay.Weights(params, self.version.digest)}
     original = next(t for t in several if len(t.segments) > 2)
+    # Played again as if other weights had drawn every segment: the same ones.
+    count = len(original.segments)
+    weights = {k: replay.Weights(params, f'digest-{k}') for k in range(count)}
+    spans = [s.versions + k for k, s in enumerate(original.segments)]
     index = int(original.group_id.rpartition('/')[2])
     again = self.host.call(
         self.host.rollout(
             tasks[index],
             original.task_id,
             seed=index,
-            policy=replay.Recorded(
-                _CFG, weights, [s.versions for s in original.segments]
-            ),
+            policy=replay.Recorded(_CFG, weights, spans),
         )
     )
-    self.assertEqual(trace.to_bytes(again), trace.to_bytes(original))
+    self.assertLen(again.segments, count)
+    self.assertEqual(again.weights, {k: f'digest-{k}' for k in range(count)})
+    for k, (got, want) in enumerate(
+        zip(again.segments, original.segments, strict=True)
+    ):
+      self.assertTrue((got.versions == k).all())
+      for field in ('tokens', 'sampled', 'logps'):
+        np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
+      np.testing.assert_array_equal(got.routing.experts, want.routing.experts)
 
 
 def _segment(first, sampled=4):

@@ -22,8 +22,8 @@ class SmallIds:
 
   async def __call__(self, task, episode):
     del task
-    (segment,) = episode.segments
-    share = float(np.mean(segment.tokens[segment.sampled] < self.half))
+    drawn = [s.tokens[s.sampled] for s in episode.segments]
+    share = float(np.mean(np.concatenate(drawn) < self.half))
     score = hierarchy.INFLUENCE * share
     return verify.RewardResult(score, True, parts={'small_ids': score})
 

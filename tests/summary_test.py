@@ -8,28 +8,22 @@ import unittest
 from absl.testing import absltest
 import numpy as np
 from tests import sampled_policy
+from tests import summary_config
 
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
 from composer_jax.agents import json_renderer
-from composer_jax.agents import relay
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tools
 from composer_jax.agents import windows
 
-_SOURCE = relay.Relay(facts=2)
+_SOURCE = summary_config.experiment().tasks
 _TASK = _SOURCE.task(0, 'train')
 _KNOWN = _SOURCE._instance_of(_TASK)
-_CFG = config.HarnessConfig(
-    max_turns=3,
-    max_turn_tokens=12,
-    max_context_tokens=80,
-    summary_trigger_tokens=44,
-    summary_tokens=4,
-)
+_CFG = summary_config.HARNESS
 
 
 @functools.cache
