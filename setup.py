@@ -26,7 +26,14 @@ _CORE = [
     'zstandard',
 ]
 
-_SERVE = ['httpx', 'prometheus_client', 'starlette', 'uvicorn']
+_SERVE = [
+    'httpx',
+    'prometheus_client',
+    'pyyaml',
+    'starlette',
+    'uvicorn',
+    'websockets',
+]
 
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
@@ -44,7 +51,10 @@ setuptools.setup(
     packages=setuptools.find_packages(
         include=['composer_jax*', 'kernels_triton*', 'experiments*']
     ),
-    package_data={'composer_jax.dashboard': ['templates/*']},
+    package_data={
+        'composer_jax.dashboard': ['templates/*'],
+        'experiments': ['rubrics/*.yaml'],
+    },
     install_requires=_CORE,
     extras_require={
         'gpu': ['jax[cuda13]', *_KERNELS],

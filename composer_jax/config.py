@@ -160,6 +160,22 @@ class HarnessConfig:
   max_context_tokens: int = 128
   tool_output_bytes: int = 200
   tool_seconds: float = 5.0
+  # A context window that grows to this length ends with a summary by the
+  # policy, and another window begins with it. None: one window an episode.
+  summary_trigger_tokens: int | None = None
+  summary_tokens: int = 16  # sampled at most for one
+  train_summaries: bool = True  # False: a summary is context, in no loss
+
+  def __post_init__(self):
+    if self.summary_trigger_tokens is not None:
+      room = self.max_turn_tokens + self.summary_tokens
+      _require(
+          0 < self.summary_trigger_tokens < self.max_context_tokens - room,
+          self,
+          'summary_trigger_tokens',
+          f'must be positive and leave max_turn_tokens + summary_tokens={room}'
+          f' and a query below max_context_tokens={self.max_context_tokens}',
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,18 +5,25 @@
   python3 -m experiments.inspect weights --store=URL --diff A B [--plot=PNG]
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
+  python3 -m experiments.inspect curves --runs=DIR,DIR [--metric=NAME] [--plot=PNG]
   python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
   python3 -m experiments.inspect ops --workdir=DIR --against=FILE
   python3 -m experiments.inspect sandbox
+  python3 -m experiments.inspect judge --rubric=FILE --labels=FILE.jsonl \\
+      --base_url=URL --model=NAME [--key_variable=NAME] [--json=FILE]
 
 run: result, claims and latest figures; builds DIR/report.html anew.
 weights: a line for every published version; --verify rebuilds them all;
 --diff compares two versions, by array and by size of step, and can plot that.
 trajectory: the list of those kept, or one of them with its text.
+curves: a figure of several runs, and its plot; directories whose names differ in
+a number at the end are runs of one arm.
 ops: computes some windows with decoder and trainer, and one training step, and
 names the first op in which the two roles differ; --against compares with what
 another process has computed and saved.
 sandbox: how this machine can isolate code that a model wrote, and why.
+judge: how far a judge can be trusted: agreement with itself and with labels,
+means by kind and version, items that say the same, drift since --against.
 """
 
 import functools
@@ -29,7 +36,15 @@ from rich import console
 from rich import progress as rich_progress
 from rich import table
 
-_COMMANDS = ('run', 'weights', 'trajectory', 'ops', 'sandbox')
+_COMMANDS = (
+    'run',
+    'weights',
+    'trajectory',
+    'curves',
+    'ops',
+    'sandbox',
+    'judge',
+)
 
 
 def _define(command: str) -> None:
@@ -55,11 +70,32 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
     absl_flags.DEFINE_string('path', None, 'File of a trajectory.')
     absl_flags.DEFINE_bool('tokens', False, 'A line for every token.')
+  elif command == 'curves':
+    absl_flags.DEFINE_list('runs', None, 'Work directories.', required=True)
+    absl_flags.DEFINE_string('metric', 'eval/pass1_sampled', 'The figure.')
+    absl_flags.DEFINE_string('plot', None, 'PNG file to plot the curves to.')
   elif command == 'ops':
     flags.define_workdir('of the run')
     absl_flags.DEFINE_string('save', None, 'File to save all values to.')
     absl_flags.DEFINE_string('against', None, 'File of another process.')
     flags.define_compilation_cache()
+  elif command == 'judge':
+    for name, text in (
+        ('rubric', 'Rubric to judge by, YAML or JSON.'),
+        ('labels', 'Labeled work, a JSON object a line.'),
+        ('base_url', 'OpenAI-compatible endpoint, such as https://host/v1.'),
+        ('model', 'Name of the judge there.'),
+    ):
+      absl_flags.DEFINE_string(name, None, text, required=True)
+    absl_flags.DEFINE_string(
+        'key_variable', '', 'Environment variable that holds the key.'
+    )
+    absl_flags.DEFINE_integer('repeats', 3, 'Judgements of each row.', 1)
+    absl_flags.DEFINE_float('deadline', 60.0, 'Seconds for one judgement.')
+    absl_flags.DEFINE_string('json', None, 'File to write all figures to.')
+    absl_flags.DEFINE_string(
+        'against', None, 'File of an earlier --json, to compare with.'
+    )
 
 
 def _join_diff(argv: list[str]) -> None:
@@ -137,6 +173,18 @@ def _trajectory(out: console.Console) -> None:
     out.print(part)
 
 
+def _curves(out: console.Console) -> None:
+  from composer_jax.dashboard import plots
+  from composer_jax.runs import inspection
+
+  values = absl_flags.FLAGS
+  metric = values.metric
+  arms = inspection.arms([pathlib.Path(r) for r in values.runs], metric)
+  out.print(inspection.curve_table(arms, metric))
+  if values.plot:
+    plots.curves(values.plot, metric, ('RL step', metric), arms)
+
+
 def _ops(out: console.Console) -> int:
   from composer_jax.learner import step
   from composer_jax.runs import divergence
@@ -183,6 +231,57 @@ def _sandbox(out: console.Console) -> int:
   return int(level.name == 'none')
 
 
+def _judge(out: console.Console) -> int:
+  import asyncio
+  import json
+
+  from composer_jax.rewards import calibration
+  from composer_jax.rewards import judge as judge_lib
+  from composer_jax.rewards import rubric as rubric_lib
+  from composer_jax.runs import inspection
+  from composer_jax.runs import progress
+
+  values = absl_flags.FLAGS
+  rubric = rubric_lib.load(values.rubric)
+  rows = calibration.load(values.labels, rubric)
+  judge = judge_lib.Judge(
+      values.rubric,
+      values.base_url,
+      values.model,
+      values.key_variable,
+      deadline_seconds=values.deadline,
+  )
+  earlier = None
+  if values.against:
+    try:
+      earlier = json.loads(pathlib.Path(values.against).read_text())
+      earlier['scores'], earlier['judge']
+    except (OSError, ValueError, LookupError, TypeError) as e:
+      raise ValueError(f'--against={values.against}: no report: {e}') from e
+  total = len(rows) * values.repeats
+  with progress.Progress(total, 'judgement', console=out) as bar:
+    done = iter(range(1, total + 1))
+    found = asyncio.run(
+        calibration.ask(
+            judge,
+            rows,
+            repeats=values.repeats,
+            ended=lambda: bar.update(next(done)),
+        )
+    )
+  report = calibration.report(rubric, rows, found, judge.version, earlier)
+  if values.json:
+    part = pathlib.Path(f'{values.json}.part')
+    part.write_text(json.dumps(report, indent=2) + '\n')
+    part.replace(values.json)
+  for part in inspection.calibration(report):
+    out.print(part)
+  failures = {f for r in found for j in r for f in j.failures.values()}
+  for failure in sorted(failures)[:3]:
+    out.print(f'unanswered: {failure}', soft_wrap=True)
+  return int(report['unanswered'] == 1)
+
+
 def main() -> int | None:
   out = console.Console(highlight=False, markup=False, emoji=False)
   if not out.is_terminal:
@@ -191,8 +290,10 @@ def main() -> int | None:
       'run': _run,
       'weights': _weights,
       'trajectory': _trajectory,
+      'curves': _curves,
       'ops': _ops,
       'sandbox': _sandbox,
+      'judge': _judge,
   }
   return commands[_COMMAND](out)
 

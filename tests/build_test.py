@@ -9,7 +9,12 @@ from absl.testing import absltest
 from tests import layers
 
 # Import name -> name on PyPI, in the form of a label, where they differ.
-_PYPI = {'absl': 'absl_py', 'orbax': 'orbax_checkpoint'}
+_PYPI = {
+    'absl': 'absl_py',
+    'openenv': 'openenv_core',
+    'orbax': 'orbax_checkpoint',
+    'yaml': 'pyyaml',
+}
 
 
 @dataclasses.dataclass(frozen=True)

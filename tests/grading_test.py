@@ -182,6 +182,20 @@ class GradingTest(parameterized.TestCase):
     self.assertEqual(grade.failure, failure)
     self.assertEqual(grade.fraction, 0)
 
+  def test_files_that_were_added_or_removed_crash_nobody(self):
+    async def main():
+      async with sandbox.Pool(1) as pool, pool.session() as session:
+        more = {'a.py': 'import os', 'sol.py': _GOOD}
+        return [
+            await grading.grade(session, _TASK, files, _CASES)
+            for files in (more, {'a.py': _GOOD}, {})
+        ]
+
+    good, moved, nothing = asyncio.run(main())
+    self.assertEqual(good, grading.Grade(_ALL))
+    self.assertTrue(moved.valid and nothing.valid)
+    self.assertFalse(any(moved.passed + nothing.passed))
+
   def test_partial_credit_and_reason(self):
     visible, broken = _grade(
         _HACKS['hard_code_what_is_visible'], _HACKS['syntax_error']
@@ -197,7 +211,7 @@ class GradingTest(parameterized.TestCase):
     async def main():
       async with sandbox.Pool(1) as pool, pool.session() as session:
         source = 'def add(x):\n  x.append(0)\n  return len(x) - 1\n'
-        return await grading.grade(session, _TASK, {'s': source}, cases)
+        return await grading.grade(session, _TASK, {'sol.py': source}, cases)
 
     self.assertEqual(asyncio.run(main()).passed, (True, True))
 

@@ -9,6 +9,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 from composer_jax import config
 from composer_jax.agents import box
+from composer_jax.dashboard import plots
 from composer_jax.runs import inspection
 from composer_jax.runs import stored_weights
 from composer_jax.weights import publish
@@ -133,6 +134,26 @@ class InspectTest(parameterized.TestCase):
     out = _inspect('weights', f'--store={self.folder}', '--diff', '1', '9')
     self.assertEqual(out.returncode, 1)
     self.assertIn('version 9', out.stderr)
+
+  def test_curves_group_runs_by_their_names(self):
+    runs = [self.folder / name for name in ('base-0', 'base-1', 'other')]
+    for run in runs:
+      run.mkdir()
+      sample_run.write(run, steps=3)
+    names = f'--runs={",".join(map(str, runs))}'
+    plot = self.folder / 'curves.png'
+    out = _inspect('curves', names, f'--plot={plot}')
+    self.assertEqual(out.returncode, 0, out.stderr)
+    self.assertRegex(out.stdout, r'base +2 +0\.140 0\.140 +0\.570 0\.570')
+    self.assertRegex(out.stdout, r'other +1 +0\.140 +0\.570 +0\.140 +0\.570')
+    self.assertEqual(plot.read_bytes()[:4], b'\x89PNG')
+    arms = inspection.arms(runs, 'reward/mean')
+    words = plots_text.of(
+        lambda path: plots.curves(path, 'title', ('x', 'y'), arms)
+    )
+    self.assertLessEqual({'title', 'x', 'y', 'base, 2 runs', 'other'}, words)
+    with self.assertRaisesRegex(ValueError, 'near it: reward/mean'):
+      inspection.arms(runs, 'reward/men')
 
   def test_trajectory_by_task(self):
     sample_run.write(self.folder, steps=1)

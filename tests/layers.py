@@ -49,9 +49,13 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'agents': (
         'composer_jax/agents/*.py',
         'config trace',
-        f'{_HOST} jinja2 tokenizers',
+        f'{_HOST} jinja2 tokenizers websockets',
     ),
-    'rewards': ('composer_jax/rewards/*.py', 'agents config trace', _HOST),
+    'rewards': (
+        'composer_jax/rewards/*.py',
+        'agents config trace',
+        f'{_HOST} httpx yaml',
+    ),
     'fleet': ('composer_jax/fleet/*.py', 'config trace', _HOST),
     'dashboard': (
         'composer_jax/dashboard/*.py',

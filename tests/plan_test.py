@@ -1,5 +1,8 @@
 """The plan's arithmetic, against numbers worked out by hand."""
 
+import dataclasses
+import pathlib
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -9,6 +12,7 @@ from composer_jax import config_text
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer
 from composer_jax.model import params
+from composer_jax.rewards import judge
 from composer_jax.runs import plan
 
 
@@ -59,6 +63,22 @@ class PlanTest(parameterized.TestCase):
   def test_says(self, pattern):
     self.assertRegex(plan.text(_experiment()), pattern)
 
+  def test_summaries_make_more_windows(self):
+    edits = [
+        f'harness.{edit}'
+        for edit in (
+            'max_turns=9',
+            'max_context_tokens=60',
+            'max_turn_tokens=9',
+            'summary_tokens=9',
+            'summary_trigger_tokens=40',
+        )
+    ]
+    text = plan.text(_experiment(*edits, 'rl.tokens_per_row=128'))
+    self.assertRegex(text, r'at most +108 windows x 96 tokens')
+    with self.assertRaisesRegex(ValueError, r'up to 9 windows, 1 in a row'):
+      plan.check(_experiment(*edits))
+
   def test_counts_and_sizes_are_those_of_the_arrays(self):
     cfg = _experiment()
     made = jax.tree.leaves(
@@ -80,6 +100,18 @@ class PlanTest(parameterized.TestCase):
   def test_refuses_shapes_that_cannot_be_cut(self, edit, message):
     with self.assertRaisesRegex(ValueError, message):
       plan.text(_experiment(edit))
+
+  def test_refuses_a_lease_that_ends_before_its_rollout(self):
+    plan.check(_experiment('rl.lease_seconds=16'))  # 3 turns of 5 s
+    with self.assertRaisesRegex(ValueError, 'lease_seconds=15.0: .* above 15'):
+      plan.check(_experiment('rl.lease_seconds=15'))
+    rubric = pathlib.Path(__file__).parents[1] / 'experiments/rubrics'
+    slow = judge.Judge(
+        str(rubric / 'repair.yaml'), 'http://h/v1', 'm', deadline_seconds=50.0
+    )
+    cfg = dataclasses.replace(_experiment(), rewards=(slow,))
+    with self.assertRaisesRegex(ValueError, 'lease_seconds=60.0: .* above 65'):
+      plan.check(cfg)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import harness
+from composer_jax.agents import windows
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import replay
@@ -72,7 +72,7 @@ class RecordedTest(absltest.TestCase):
     """Two turns in each of a few slots, three swaps on the way."""
     rng = np.random.default_rng(0)
     windows = [
-        harness.extend(_NOTHING, rng.integers(8, _CFG.model.vocab, 5 + 9 * i))
+        windows.extend(_NOTHING, rng.integers(8, _CFG.model.vocab, 5 + 9 * i))
         for i in range(5)
     ]
     turns = []
@@ -85,11 +85,11 @@ class RecordedTest(absltest.TestCase):
           f.result(timeout=60) for f in self.engine.submit_group(requests)
       ]
       turns += zip(requests, windows, strict=True)
-      windows = [harness.extend(w, [9, 10, 11]) for w in windows]
+      windows = [windows.extend(w, [9, 10, 11]) for w in windows]
     return turns
 
   def _again(self, request, versions):
-    policy = replay.Recorded(_CFG, _WEIGHTS, versions)
+    policy = replay.Recorded(_CFG, _WEIGHTS, [versions])
     return asyncio.run(
         policy.complete(
             request.context,
@@ -119,7 +119,7 @@ class RecordedTest(absltest.TestCase):
     self.assertNotEqual(got.logps.tobytes(), window.logps.tobytes())
 
   def test_digests_are_those_of_the_weights(self):
-    policy = replay.Recorded(_CFG, _WEIGHTS, np.zeros(9, np.int32))
+    policy = replay.Recorded(_CFG, _WEIGHTS, [])
     self.assertEqual(policy.digests[2], 'digest-2')
 
 

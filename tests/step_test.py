@@ -140,6 +140,29 @@ class GradientTest(parameterized.TestCase):
       )
     _assert_near(_gradients(_pack(_items()[::-1]), loss=loss)[0], want)
 
+  @parameterized.named_parameters(
+      ('dppo', losses.DppoTv()), ('gspo', losses.Gspo(0.2, 0.2))
+  )
+  def test_split_into_segments_does_not_matter(self, loss):
+    """A token drawn in a later segment sees the same context, masked there."""
+    cut = []
+    for item in _items():
+      t = item.trace
+      early = np.arange(len(t)) < 3 * len(t) // 4
+      for part in (early, ~early):
+        drawn = t.sampled & part
+        logps = np.where(drawn, t.logps, np.float32(0))
+        segment = dataclasses.replace(t, sampled=drawn, logps=logps)
+        self.assertTrue(drawn.any())
+        cut.append(dataclasses.replace(item, trace=segment))
+    want, _ = _gradients(_pack(_items()), loss=loss)
+    wide = packing.Shape(8, 64, contract.KEY_BLOCK)
+    _assert_near(_gradients(_pack(cut, wide), loss=loss)[0], want)
+    # Over two batches as well; a rollout is never split over them.
+    batches = _pack(cut)
+    self.assertLen(batches, 2)
+    _assert_near(_gradients(batches, loss=loss)[0], want)
+
   def test_number_of_devices_does_not_matter(self):
     want, _ = _gradients(_pack(_items()))
     _assert_near(_gradients(_pack(_items()), 4)[0], want)

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from composer_jax import config
 from composer_jax.agents import grading
 from composer_jax.agents import hacks
-from composer_jax.agents import harness
+from composer_jax.agents import tool_loop
 from composer_jax.agents import sandbox
 from composer_jax.agents import suite as suite_lib
 from composer_jax.agents import suspicion
@@ -405,7 +405,7 @@ class UseTest(unittest.IsolatedAsyncioTestCase):
     )
     task = dataclasses.replace(_TASK, public_tests=public)
     async with sandbox.Pool(1) as pool, pool.session() as session:
-      loop = harness.ToolLoop(session, config.HarnessConfig())
+      loop = tool_loop.ToolLoop(session, config.HarnessConfig())
       before = await loop.execute(task, {'sol.py': _BAD}, [tools.Run()])
       after = await loop.execute(task, {'sol.py': _GOOD}, [tools.Run()])
     self.assertEqual(

@@ -26,6 +26,7 @@ from composer_jax.agents import tasks
 
 _KILL_SECONDS = 5.0
 _POST_SECONDS = 30.0
+_CLOSE_SECONDS = 30.0  # of the endpoint, to hand over what it kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,8 @@ async def _episode(
   """Adds what the gateway has kept; incomplete means infrastructure failed."""
   segments: tuple[trace.TokenTrace, ...] = ()
   try:
-    segments = await gateway.close(rollout_id)
+    async with asyncio.timeout(_CLOSE_SECONDS):
+      segments = await gateway.close(rollout_id)
   except (ConnectionError, TimeoutError) as e:
     stop, meta = trace.StopReason.INFRA_ERROR, {**meta, 'failure': repr(e)}
   if stop is trace.StopReason.INFRA_ERROR:

@@ -81,6 +81,12 @@ def _lines(output: bytes) -> list[str] | None:
   return [n.decode() for n in lines] if good else None
 
 
+def source_of(task: tasks.Task, files: Mapping[str, str]) -> str:
+  """The file that a function task is about; others may have been added."""
+  (path,) = task.files
+  return files.get(path, '')
+
+
 async def call_function(
     session: sandbox.Session,
     source: str,
@@ -140,10 +146,9 @@ async def grade(
         session, task, submission, hidden
     )
     return Grade(passed, failure, reason=reason)
-  (source,) = submission.values()
   outputs = await call_function(
       session,
-      source,
+      source_of(task, submission),
       task.meta['entry'],
       [c.args for c in hidden],
       task.limits,

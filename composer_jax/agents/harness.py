@@ -3,15 +3,16 @@
 Token-in, token-out: what the policy sampled goes back to it as the same ids,
 and the episode's segment is that very sequence. A turn that cannot be read is
 answered with the reason and stays in the episode, hence in training.
+
+An episode that outgrows its context goes on in another window: the policy is
+asked for a summary, and task, summary and state of the work begin the next
+segment. The query is context, the summary is sampled and trained like a turn.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
-import hashlib
-import struct
 from typing import Protocol
 
 import numpy as np
@@ -20,9 +21,10 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import sandbox
-from composer_jax.agents import suite
 from composer_jax.agents import tasks
+from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
+from composer_jax.agents import windows as windows_lib
 
 
 class Policy(Protocol):
@@ -62,6 +64,14 @@ class Renderer(Protocol):
   def encode_observation(self, text: str) -> list[int]:
     ...
 
+  def encode_summary_query(self) -> list[int]:
+    """Asks for a summary; it may be sampled from this and what is before."""
+
+  def encode_resumed(
+      self, task: tasks.Task, summary: Sequence[int], state: windows_lib.State
+  ) -> list[int]:
+    """Begins another window; `summary` stays the very ids that were sampled."""
+
   def parse(self, ids: Sequence[int]) -> list[tools.ToolCall]:
     ...
 
@@ -71,11 +81,13 @@ class Episode:
   """What happened; graded or not yet.
 
   Attributes:
-    segments: context windows, in order.
+    segments: context windows, in order; each but the last ends in a summary.
     stop: why it ended.
     submission: the files at the end; None after an infrastructure failure.
     grade: verdict on the submission; None until graded.
-    meta: counts, as text: turns, calls, edits, runs, failed calls, bad turns.
+    meta: counts, as text: turns, calls, edits, runs, failed calls, bad turns,
+      summaries and their tokens.
+    log: what a judge reads of it: calls and what they showed.
   """
 
   segments: tuple[trace.TokenTrace, ...]
@@ -83,127 +95,107 @@ class Episode:
   submission: Mapping[str, str] | None
   grade: grading.Grade | None = None
   meta: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  log: tuple[str, ...] = ()
 
 
-def turn_seed(seed: int, turn: int) -> int:
-  """Seed (32 bits) of a turn: the same whatever else is in flight."""
-  content = struct.pack('<QQ', seed & (2**64 - 1), turn)
-  digest = hashlib.blake2b(content, digest_size=4).digest()
-  return int.from_bytes(digest, 'little')
+class _Windows:
+  """The context windows of one episode; the last one is being sampled in.
 
-
-def extend(window: trace.TokenTrace, ids: Sequence[int]) -> trace.TokenTrace:
-  """Appends context tokens: not sampled, version and routes not known yet."""
-  tokens = np.asarray(ids, np.int32)
-  routing = window.routing
-  if routing is not None:
-    _, layers, k = routing.experts.shape
-    dtype = routing.experts.dtype
-    rows = np.full((len(tokens), layers, k), trace.blank_route(dtype), dtype)
-    routing = trace.RoutingTrace(np.concatenate([routing.experts, rows]))
-
-  def join(old, value):
-    return np.concatenate([old, np.full(len(tokens), value, old.dtype)])
-
-  return trace.TokenTrace(
-      tokens=np.concatenate([window.tokens, tokens]),
-      sampled=join(window.sampled, False),
-      logps=join(window.logps, 0),
-      versions=join(window.versions, -1),
-      routing=routing,
-  )
-
-
-def _empty() -> trace.TokenTrace:
-  return trace.TokenTrace(
-      tokens=np.zeros(0, np.int32),
-      sampled=np.zeros(0, np.bool_),
-      logps=np.zeros(0, np.float32),
-      versions=np.zeros(0, np.int32),
-  )
-
-
-def _check(before: trace.TokenTrace, after: trace.TokenTrace) -> None:
-  """A policy that changes its context would train on what was not there."""
-  n = len(before)
-  if not (
-      len(after) > n
-      and np.array_equal(after.tokens[:n], before.tokens)
-      and np.array_equal(after.sampled[:n], before.sampled)
-      and np.array_equal(after.logps[:n], before.logps)
-      and after.sampled[n:].all()
-  ):
-    raise ValueError(
-        f'policy: window of {len(after)} tokens does not continue its context'
-        f' of {n}; it must return context + sampled tokens'
-    )
-  if before.routing is not None:
-    rows = before.routing.experts
-    known = rows != trace.blank_route(rows.dtype)
-    if after.routing is None or not np.array_equal(
-        after.routing.experts[:n][known], rows[known]
-    ):
-      raise ValueError('policy: recorded routing was changed; it is immutable')
-
-
-class ToolLoop:
-  """Runs tasks with edit, run and done.
-
-  Attributes:
-    counts: of the current episode.
+  A window that grows across `HarnessConfig.summary_trigger_tokens` is over
+  once the policy has summed it up. One that begins at that length or above
+  never crosses it, and goes on to the end of the context.
   """
 
-  def __init__(self, session: sandbox.Session, cfg: config.HarnessConfig):
-    self._session = session
-    self._cfg = cfg
-    self.counts: collections.Counter[str] = collections.Counter()
-
-  async def _run_tests(self, task: tasks.Task, files: Mapping[str, str]) -> str:
-    """What the `run` tool shows: the public tests that fail."""
-    limits = dataclasses.replace(
-        task.limits,
-        wall_seconds=min(task.limits.wall_seconds, self._cfg.tool_seconds),
-    )
-    public = task.public_tests
-    if isinstance(public, tasks.Suite):
-      outcomes = await suite.run_suite(self._session, public, files, limits)
-      return tools.report_suite(
-          public.ids, outcomes.tests, outcomes.errors, outcomes.failure
-      )
-    (source,) = files.values()
-    outputs = await grading.call_function(
-        self._session,
-        source,
-        task.meta['entry'],
-        [c.args for c in public],
-        limits,
-    )
-    return tools.report(public, outputs.values, outputs.errors, outputs.failure)
-
-  async def execute(
+  def __init__(
       self,
-      task: tasks.Task,
-      files: Mapping[str, str],
-      calls: Sequence[tools.ToolCall],
-  ) -> tuple[Mapping[str, str], str, bool]:
-    """Carries out a turn; returns (files, observation, done)."""
-    shown = []
-    for call in calls:
-      self.counts[type(call).__name__.lower() + 's'] += 1
-      if isinstance(call, tools.Done):
-        return files, '', True
-      outcome = await tools.execute(call, task, files, self._run_tests)
-      if outcome.failed:
-        self.counts['failed_calls'] += 1
-      files = outcome.files
-      shown.append(outcome.text)
-    text = '\n'.join(shown)
-    return files, tools.truncate(text, self._cfg.tool_output_bytes), False
+      policy: Policy,
+      renderer: Renderer,
+      cfg: config.HarnessConfig,
+      seed: int,
+      temperature: float,
+  ):
+    self._policy = policy
+    self._stop = renderer.stop_ids
+    self._cfg = cfg
+    self._seed = seed
+    self._temperature = temperature
+    self._draws = 0
+    self._crossable = False
+    self._past: tuple[trace.TokenTrace, ...] = ()
+    self._now = windows_lib.empty()
+
+  @property
+  def segments(self) -> tuple[trace.TokenTrace, ...]:
+    return (*self._past, self._now) if len(self._now) else self._past
+
+  def room(self, ids: Sequence[int] = ()) -> int:
+    """Tokens that could be sampled after `ids`."""
+    return self._cfg.max_context_tokens - len(self._now) - len(ids)
+
+  def begin(self, prompt: Sequence[int]) -> bool:
+    """Starts a window; False, and there is none, if the prompt fills it."""
+    self._past, self._now = self.segments, windows_lib.empty()
+    if self.room(prompt) <= 0:
+      return False
+    trigger = self._cfg.summary_trigger_tokens
+    self._crossable = trigger is not None and len(prompt) < trigger
+    self.append(prompt)
+    return True
+
+  def append(self, ids: Sequence[int]) -> None:
+    self._now = windows_lib.extend(self._now, ids)
+
+  def crosses(self, ids: Sequence[int]) -> bool:
+    """Says whether `ids` would make the window long enough to be summed up."""
+    trigger = self._cfg.summary_trigger_tokens
+    length = len(self._now) + len(ids)
+    return self._crossable and trigger is not None and length >= trigger
+
+  async def sample(self, max_tokens: int) -> list[int]:
+    """Lets the policy go on; at least one token of room is needed."""
+    before = self._now
+    after = await self._policy.complete(
+        before,
+        max_tokens=min(max_tokens, self.room()),
+        stop=self._stop,
+        seed=windows_lib.turn_seed(self._seed, self._draws),
+        temperature=self._temperature,
+    )
+    windows_lib.check(before, after)
+    self._draws += 1
+    self._now = after
+    return after.tokens[len(before) :].tolist()
+
+  async def summarize(self) -> list[int]:
+    """Samples the summary that ends the window; returns it without its end.
+
+    Nothing in it is executed. One that is empty, or cut at its budget, is what
+    the next window gets: the policy's own loss.
+    """
+    summary = await self.sample(self._cfg.summary_tokens)
+    if not self._cfg.train_summaries:
+      drawn = np.arange(len(self._now)) >= len(self._now) - len(summary)
+      self._now = dataclasses.replace(
+          self._now,
+          sampled=self._now.sampled & ~drawn,
+          logps=np.where(drawn, np.float32(0), self._now.logps),
+      )
+    return summary[:-1] if summary[-1] in self._stop else summary
+
+
+def _observe(renderer: Renderer, text: str, room: int) -> list[int]:
+  """An observation, its middle cut out if it is longer than `room` tokens."""
+  ids = renderer.encode_observation(text)
+  if len(ids) > room:
+    # No token is longer than a byte of text.
+    limit = max(room - len(renderer.encode_observation('')), 0)
+    ids = renderer.encode_observation(tools.truncate(text, limit))
+  return ids
 
 
 async def run(
     task: tasks.Task,
-    session: sandbox.Session,
+    session: sandbox.Session | tool_loop.Loop,
     policy: Policy,
     renderer: Renderer,
     *,
@@ -215,42 +207,39 @@ async def run(
 
   Args:
     task: the problem.
-    session: for the `run` tool; untouched if the policy never calls it.
-    policy: samples the turns.
+    session: for the `run` tool; untouched if the policy never calls it. Or
+      whatever else carries out the turns.
+    policy: samples the turns, and summaries if `cfg` asks for them.
     renderer: between tokens and calls.
-    cfg: budgets.
-    seed: of the episode; turn t samples with `turn_seed(seed, t)`.
+    cfg: budgets. A summary is not a turn, and none is asked for when no turn
+      is left.
+    seed: of the episode; sample t is drawn with `turn_seed(seed, t)`.
     temperature: 1 in training, where log-probs have to be the policy's own.
 
   Returns:
-    An ungraded episode with one segment. Only a failure of the sandbox or of
-    the policy's server is INFRA_ERROR.
+    An ungraded episode, with a segment for every window. It is MAX_TOKENS if a
+    window is full, or if a summary and what goes with it are too long for a
+    window to begin with. Only a failure of the sandbox or of the policy's
+    server is INFRA_ERROR.
 
   Raises:
     ValueError: the prompt alone exceeds the context, or the policy's window
       does not continue the one it was given.
   """
-  loop = ToolLoop(session, cfg)
+  own = isinstance(session, sandbox.Session)
+  loop = tool_loop.ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
-  window = extend(_empty(), renderer.encode_task(task))
-  if len(window) >= cfg.max_context_tokens:
+  windows = _Windows(policy, renderer, cfg, seed, temperature)
+  prompt, query = renderer.encode_task(task), renderer.encode_summary_query()
+  if not windows.begin(prompt):
     raise ValueError(
         f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
-        f' {len(window)} tokens; raise it'
+        f' {len(prompt)} tokens; raise it'
     )
   stop, failure, turns = trace.StopReason.MAX_TURNS, '', 0
   try:
     while turns < cfg.max_turns:
-      room = cfg.max_context_tokens - len(window)
-      after = await policy.complete(
-          window,
-          max_tokens=min(cfg.max_turn_tokens, room),
-          stop=renderer.stop_ids,
-          seed=turn_seed(seed, turns),
-          temperature=temperature,
-      )
-      _check(window, after)
-      turn, window = after.tokens[len(window) :].tolist(), after
+      turn = await windows.sample(cfg.max_turn_tokens)
       turns += 1
       stop = trace.StopReason.MAX_TURNS
       try:
@@ -263,16 +252,34 @@ async def run(
       if done:
         stop = trace.StopReason.FINISHED
         break
+      if loop.exhausted:
+        stop = trace.StopReason.TOOL_BUDGET
+        break
       if turns == cfg.max_turns:
         break  # an observation that nobody reads
       observation = renderer.encode_observation(text)
-      if len(window) + len(observation) >= cfg.max_context_tokens:
+      crossing = windows.crosses(observation)
+      if crossing:
+        room = windows.room() - len(query) - cfg.summary_tokens
+        observation = _observe(renderer, text, room) + query
+      if windows.room(observation) <= 0:
         stop = trace.StopReason.MAX_TOKENS
         break
-      window = extend(window, observation)
+      windows.append(observation)
+      if crossing:
+        summary = await windows.summarize()
+        loop.counts['summaries'] += 1
+        loop.counts['summary_tokens'] += len(summary)
+        state = windows_lib.State(
+            files, cfg.max_turns - turns, loop.counts['summaries']
+        )
+        if not windows.begin(renderer.encode_resumed(task, summary, state)):
+          stop = trace.StopReason.MAX_TOKENS
+          break
   except (sandbox.SandboxError, ConnectionError, TimeoutError) as e:
     stop, failure = trace.StopReason.INFRA_ERROR, repr(e)
   infra = stop is trace.StopReason.INFRA_ERROR
   meta = {name: str(count) for name, count in sorted(loop.counts.items())}
   meta |= {'turns': str(turns)} | ({'failure': failure} if infra else {})
-  return Episode((window,), stop, None if infra else files, meta=meta)
+  files = None if infra else files
+  return Episode(windows.segments, stop, files, meta=meta, log=tuple(loop.log))

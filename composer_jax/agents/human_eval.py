@@ -24,7 +24,7 @@ _PATH = 'solution.py'
 _TEST = """\
 import unittest
 
-import solution
+import solution as submitted  # one of the functions is called `solution`
 from solution import *  # some checks call the helpers in the prompt
 
 {check}
@@ -32,7 +32,7 @@ from solution import *  # some checks call the helpers in the prompt
 class HumanEvalTest(unittest.TestCase):
 
   def test_check(self):
-    check(solution.{entry})
+    check(submitted.{entry})
 """
 
 

@@ -15,6 +15,7 @@ import tokenizers
 from composer_jax.agents import renderer
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
+from composer_jax.agents import windows
 
 TOOLS: Mapping[str, type] = {
     'read': tools.Read,
@@ -35,6 +36,12 @@ once; with "old": "" it makes a file.
 {"tool": "ask", "text": T} asks the user.
 {"tool": "done"} hands in the files as they are.
 """
+_SUMMARY_QUERY = (
+    'The context is nearly full. Reply with a summary, not with tool calls:'
+    ' what you have found out, what you have changed, what remains to be done.'
+    ' You will go on with the task and this summary only.'
+)
+_RESUMED = 'You have worked on this before. Your summary:'
 
 
 def call_of(line: str) -> tools.ToolCall:
@@ -84,13 +91,37 @@ class JsonRenderer:
 
   def encode_task(self, task: tasks.Task) -> list[int]:
     """Instruction, names of the files, tools; the files are to be read."""
+    return [*self._encode_problem(task, task.files), self._ids[renderer.ACT]]
+
+  def _encode_problem(
+      self, task: tasks.Task, files: Mapping[str, str]
+  ) -> list[int]:
     names = '\n'.join(
         f'- {path}, {source.count(chr(10)) + 1} lines'
-        for path, source in sorted(task.files.items())
+        + ', changed' * (source != task.files.get(path))
+        for path, source in sorted(files.items())
     )
     text = f'{task.instruction}\nFiles:\n{names}\n\n{_HELP}'
     start = [self._ids[renderer.BOS], self._ids[renderer.TASK]]
-    return [*start, *self._encode(text), self._ids[renderer.ACT]]
+    return [*start, *self._encode(text)]
+
+  def encode_summary_query(self) -> list[int]:
+    """What asks for a summary."""
+    return self.encode_observation(_SUMMARY_QUERY)
+
+  def encode_resumed(
+      self, task: tasks.Task, summary: Sequence[int], state: windows.State
+  ) -> list[int]:
+    """Problem, changed files by name, summary and counts."""
+    counts = f'Summaries so far: {state.summaries}. Turns left:'
+    return [
+        *self._encode_problem(task, state.files),
+        self._ids[renderer.OBS],
+        *self._encode(f'{_RESUMED}\n'),
+        *summary,
+        *self._encode(f'\n{counts} {state.turns_left}.'),
+        self._ids[renderer.ACT],
+    ]
 
   def encode_observation(self, text: str) -> list[int]:
     """What follows a turn that did not end the episode."""

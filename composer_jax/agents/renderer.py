@@ -18,6 +18,7 @@ from tokenizers import trainers
 
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
+from composer_jax.agents import windows
 
 MAX_LINES = 16
 PAD, BOS, TASK, CASE, OBS, ACT = (
@@ -126,18 +127,45 @@ class CompactRenderer:
     Raises:
       ValueError: more lines than line markers.
     """
-    ids = [self._ids[BOS], self._ids[TASK]]
     (source,) = task.files.values()
-    lines = source.split('\n')
-    if len(lines) > MAX_LINES:
+    count = len(source.split('\n'))
+    if count > MAX_LINES:
       raise ValueError(
-          f'{task.id}: {len(lines)} lines; CompactRenderer takes {MAX_LINES}'
+          f'{task.id}: {count} lines; CompactRenderer takes {MAX_LINES}'
       )
-    for mark, line in zip(_LINES, lines, strict=False):
+    return [*self._encode_problem(task, source), self._ids[ACT]]
+
+  def _encode_problem(self, task: tasks.Task, source: str) -> list[int]:
+    """Lines of a source as far as they can be numbered, and the instruction."""
+    ids = [self._ids[BOS], self._ids[TASK]]
+    for mark, line in zip(_LINES, source.split('\n'), strict=False):
       ids += [self._ids[mark], *self._encode(line)]
     if task.instruction:
       ids += [self._ids[CASE], *self._encode(task.instruction)]
-    return [*ids, self._ids[ACT]]
+    return ids
+
+  def encode_summary_query(self) -> list[int]:
+    """Returns what asks for a summary: no text can be mistaken for it."""
+    return [self._ids[OBS], self._ids[TASK], self._ids[ACT]]
+
+  def encode_resumed(
+      self, task: tasks.Task, summary: Sequence[int], state: windows.State
+  ) -> list[int]:
+    """Returns the start of another window.
+
+    `<|obs|>`, the summary, `<|task|>` and both counts stand between the problem
+    with its file as it is now and `<|act|>`.
+    """
+    (source,) = state.files.values()
+    counts = self._encode(f'{state.summaries} {state.turns_left}')
+    return [
+        *self._encode_problem(task, source),
+        self._ids[OBS],
+        *summary,
+        self._ids[TASK],
+        *counts,
+        self._ids[ACT],
+    ]
 
   def encode_observation(self, text: str) -> list[int]:
     """Returns what follows a turn that did not end the episode."""
@@ -156,6 +184,10 @@ class CompactRenderer:
         case tools.Done():
           ids.append(self._ids[DONE])
     return [*ids, self._ids[END]]
+
+  def encode_summary(self, text: str) -> list[int]:
+    """Returns a summary as a policy would write it; for demonstrations."""
+    return [*self._encode(text), self._ids[END]]
 
   def parse(self, ids: Sequence[int]) -> list[tools.ToolCall]:
     """Reads a sampled turn.

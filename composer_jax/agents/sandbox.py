@@ -25,10 +25,15 @@ class Session:
     self._pool = pool
     self._box: box.Box | None = None
 
-  async def _request(self, body, *, cpu, wall, capacity=1 << 16) -> box.Result:
+  async def open(self) -> box.Box:
+    """Waits for a sandbox, which the first command would do otherwise."""
     if self._box is None:
       self._box = await self._pool.take()
-    return await self._box.request(
+    return self._box
+
+  async def _request(self, body, *, cpu, wall, capacity=1 << 16) -> box.Result:
+    mine = await self.open()
+    return await mine.request(
         {**body, 'cpu': cpu}, wall=wall, capacity=capacity
     )
 

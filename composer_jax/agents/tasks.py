@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,16 @@ class TaskSource(Protocol):
 
   def chance(self, task: Task) -> float:
     """Returns the probability that one random legal answer is right."""
+
+
+@runtime_checkable
+class DemoWindows(Protocol):
+  """A source whose demonstrations are windows from anywhere in an episode."""
+
+  def demo_window(
+      self, task: Task, rng: random.Random, renderer: Any
+  ) -> list[tuple[list[int], bool]]:
+    """Returns (ids, trained) in order; right in form, as with `demo`."""
 
 
 def digest(files: Mapping[str, str], cases: tuple[Case, ...]) -> str:

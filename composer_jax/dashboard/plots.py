@@ -57,6 +57,47 @@ def log_lines(
   _save(drawn, path)
 
 
+def curves(
+    path: str | os.PathLike,
+    title: str,
+    labels: tuple[str, str],
+    arms: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]],
+) -> None:
+  """Draws the runs of several arms over their steps.
+
+  Args:
+    path: file to write.
+    title: above the picture.
+    labels: of the x and the y axis.
+    arms: (steps, values) of each run, by name of the arm: thin lines, and a
+      thick one for their mean over the steps that all of them have.
+  """
+  drawn = figure.Figure(figsize=(7.5, 4.8), layout='constrained')
+  axes = drawn.subplots()
+  axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
+  axes.grid(axis='y', **_GRID)
+  for number, (name, runs) in enumerate(arms.items()):
+    color = f'C{number}'
+    for x, y in runs:
+      axes.plot(x, y, color=color, linewidth=1, alpha=0.4)
+    values = [dict(zip(x, y, strict=True)) for x, y in runs]
+    shared = sorted(set.intersection(*map(set, values)))
+    mean = [sum(v[x] for v in values) / len(values) for x in shared]
+    count = f', {len(runs)} runs' if len(runs) > 1 else ''
+    axes.plot(
+        shared,
+        mean,
+        color=color,
+        marker='o',
+        markersize=4,
+        linewidth=2.2,
+        label=name + count,
+    )
+  axes.legend(frameon=False)
+  _plain(axes)
+  _save(drawn, path)
+
+
 def bars(
     path: str | os.PathLike, panels: Mapping[str, Mapping[str, float]]
 ) -> None:

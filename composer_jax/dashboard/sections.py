@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from composer_jax.dashboard import behavior
 from composer_jax.dashboard import cards
 from composer_jax.dashboard import charts
 from composer_jax.dashboard import data
@@ -116,6 +117,50 @@ def _learning(run: data.Run) -> list[cards.Card]:
           'Gradient norm',
           f'Before clipping at {clip:g}.' if clip else 'Before clipping.',
           cards.draw(run, {'grad_norm': 'gradient norm'}, 'norm'),
+      ),
+      *_segments(run),
+  ]
+
+
+def _segments(run: data.Run) -> list[cards.Card]:
+  """Of a run whose rollouts went past their context window; else nothing."""
+  if not run.keys('rl', 'segments/'):
+    return []
+  window = run.config.get('harness', {}).get('max_context_tokens')
+  tokens = [
+      charts.Series(name, *run.series('rl', f'segments/{key}'), color=color)
+      for color, (key, name) in enumerate(
+          {
+              'tokens_mean': 'all windows, mean',
+              'longest_tokens': 'longest',
+          }.items()
+      )
+  ]
+  return [
+      cards.Card(
+          'Summaries and segments',
+          'Of a rollout: the summaries it wrote when its context filled up, and'
+          ' the windows it went on in.',
+          cards.draw(
+              run,
+              {
+                  'segments/summaries_mean': 'summaries, mean',
+                  'segments/count_mean': 'segments, mean',
+                  'segments/count_max': 'segments, most',
+              },
+              'per rollout',
+          ),
+      ),
+      cards.Card(
+          'Context of a rollout',
+          'Tokens of all its windows together, and of the longest window of the'
+          ' step.',
+          charts.lines(
+              tokens,
+              x_label=cards.STEP,
+              y_label='tokens',
+              levels={'one window': window} if window else {},
+          ),
       ),
   ]
 
@@ -287,6 +332,7 @@ def build(run: data.Run) -> list[tuple[str, list[cards.Card]]]:
   """All sections of the page, in reading order."""
   return [
       ('Learning', _learning(run)),
+      ('Behavior', behavior.section(run)),
       ('Asynchrony and numerics', _asynchrony(run)),
       ('Weights on the wire', _weights(run)),
       ('Time', timing.section(run)),

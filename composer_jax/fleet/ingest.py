@@ -73,6 +73,27 @@ def _summary(name: str, values: Iterable[float]) -> dict[str, float]:
   }
 
 
+def _windows(rollouts: list[trace.Trajectory]) -> dict[str, float]:
+  """Segments, summaries and context of rollouts, if any has two segments."""
+  if all(len(t.segments) < 2 for t in rollouts):
+    return {}
+  summaries = [int(t.meta.get('summaries', 0)) for t in rollouts]
+  written = sum(int(t.meta.get('summary_tokens', 0)) for t in rollouts)
+  return {
+      'segments/summary_tokens_mean': written / max(1, sum(summaries)),
+      **_summary('segments/count', [len(t.segments) for t in rollouts]),
+      **_summary('segments/summaries', summaries),
+      # Of all windows together, and of the longest: the first may exceed the
+      # context that the model has, the second never does.
+      **_summary(
+          'segments/tokens', [sum(map(len, t.segments)) for t in rollouts]
+      ),
+      'segments/longest_tokens': float(
+          max(len(s) for t in rollouts for s in t.segments)
+      ),
+  }
+
+
 def metrics(batch: admission.Batch) -> dict[str, float]:
   """Lag and losses of a batch; lags in weight versions.
 
@@ -103,6 +124,7 @@ def metrics(batch: admission.Batch) -> dict[str, float]:
       'lag/submit', [batch.version - g.version for g in batch.groups]
   )
   out |= _summary('lag/token_age', np.concatenate([*ages, []]))
+  out |= _windows(generated)
   for name, rollouts in (('trained', trained), ('generated', generated)):
     lengths = [_sampled_versions(t).size for t in rollouts]
     out |= _summary(f'length/{name}', lengths)

@@ -17,6 +17,7 @@ class RewardResult:
   Attributes:
     score: what the policy is trained on; meaningless unless `valid`.
     valid: False if nobody could judge: the rollout leaves its group.
+    passed: the verified verdict; None for a reward that only ranks.
     parts: named components, kept so that re-weighting is offline.
     flags: suspicions; metrics only.
     reason: one line for people.
@@ -27,6 +28,7 @@ class RewardResult:
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   flags: tuple[str, ...] = ()
   reason: str = ''
+  passed: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,4 +67,5 @@ class Verify:
         parts={'passed': float(grade.solved), 'fraction': grade.fraction},
         flags=('hack_suspected',) if grade.suspicious else (),
         reason=grade.failure or grade.reason,
+        passed=grade.solved,
     )

@@ -262,27 +262,31 @@ def showcase_record(
 
 
 def _side(cfg, renderer, trajectory, weights, mesh) -> dict[str, Any]:
-  (segment,) = trajectory.segments
-  logps = {
-      name: rescore(cfg, [segment], params, mesh)[0][0]
+  segments = trajectory.segments
+  scores = {
+      name: rescore(cfg, segments, params, mesh)
       for name, params in weights.items()
   }
-  tokens = []
-  for t, token in enumerate(segment.tokens.tolist()):
-    drawn = bool(segment.sampled[t])
-    tokens.append(
-        {
-            'text': renderer.text([token]),
-            'sampled': drawn,
-            'logp_before': float(logps['before'][t]) if drawn else None,
-            'logp_after': float(logps['after'][t]) if drawn else None,
-            # What computed the token: the routing of the input before it.
-            'experts': segment.routing.experts[t - 1].tolist() if drawn else [],
-        }
-    )
+  tokens, written = [], []
+  for i, segment in enumerate(segments):
+    logps = {name: score[i][0] for name, score in scores.items()}
+    written += segment.tokens[segment.sampled].tolist()
+    for t, token in enumerate(segment.tokens.tolist()):
+      drawn = bool(segment.sampled[t])
+      # What computed the token: the routing of the input before it.
+      experts = segment.routing.experts[t - 1].tolist() if drawn else []
+      tokens.append(
+          {
+              'text': renderer.text([token]),
+              'sampled': drawn,
+              'logp_before': float(logps['before'][t]) if drawn else None,
+              'logp_after': float(logps['after'][t]) if drawn else None,
+              'experts': experts,
+          }
+      )
   return {
       'reward': trajectory.reward,
-      'submission': renderer.text(segment.tokens[segment.sampled].tolist()),
+      'submission': renderer.text(written),
       'tokens': tokens,
   }
 

@@ -22,6 +22,9 @@ from composer_jax.agents import grading
 from composer_jax.agents import harness
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks as tasks_lib
+from composer_jax.rewards import hierarchy
+from composer_jax.rewards import judge
+from composer_jax.rewards import signals
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import feed as feed_lib
 
@@ -154,6 +157,7 @@ class RolloutHost:
     await asyncio.gather(*tasks, return_exceptions=True)
     for pool in self._pools:
       await pool.__aexit__(None, None, None)
+    await judge.close()
 
   async def rollout(
       self,
@@ -194,18 +198,23 @@ class RolloutHost:
       with self.environment:
         grade = await self._grader(task, episode.submission)
       episode = dataclasses.replace(episode, grade=grade)
-    results = [await reward(task, episode) for reward in self._cfg.rewards]
-    valid = all(r.valid for r in results)
+    results = await asyncio.gather(
+        *(reward(task, episode) for reward in self._cfg.rewards)
+    )
+    reward = hierarchy.combine(results)
     digests = policy.digests
     versions = {int(v) for s in episode.segments for v in s.versions if v >= 0}
     flags = sorted({flag for r in results for flag in r.flags})
+    # A grader that failed may do better with a new sandbox, so the rollout is
+    # played again; a judge has had its tries, so it only leaves its group.
+    graded = all(r.valid for r in results if r.passed is not None)
     return trace.Trajectory(
         task_id=task_id,
         group_id=task_id.rpartition('/')[0],
         segments=episode.segments,
-        reward=sum(r.score for r in results) if valid else None,
-        reward_parts={k: v for r in results for k, v in r.parts.items()},
-        stop=episode.stop if valid else trace.StopReason.INFRA_ERROR,
+        reward=reward.score if reward.valid else None,
+        reward_parts={**signals.measure(task, episode), **reward.parts},
+        stop=episode.stop if graded else trace.StopReason.INFRA_ERROR,
         weights={v: digests[v] for v in sorted(versions)},
         meta={**task.meta, **episode.meta, 'flags': ' '.join(flags)},
     )

@@ -4,10 +4,11 @@ The console it is printed to must have markup off: cells hold text of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import difflib
 import math
 import pathlib
+from typing import Any
 
 from rich import console
 from rich import table as rich_table
@@ -15,6 +16,7 @@ from rich import text
 import tokenizers
 
 from composer_jax import trace
+from composer_jax.dashboard import behavior
 from composer_jax.dashboard import data
 from composer_jax.dashboard import report
 from composer_jax.runs import progress
@@ -42,6 +44,8 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
   yield text.Text(report.state(found), 'bold')
   for name, why in found.missing.items():
     yield text.Text(f'{name} is missing: {why}', 'yellow')
+  for line in behavior.lines(found):
+    yield text.Text(line, 'red')
   if pairs := report.headlines(found):
     out = grid('Pass@1', '', 'before', 'after', 'change', 'tasks')
     for h in pairs:
@@ -67,6 +71,50 @@ def run(workdir: pathlib.Path) -> Iterator[console.RenderableType]:
     for name, value in facts:
       out.add_row(name, value)
     yield out
+
+
+def arms(
+    workdirs: Sequence[pathlib.Path], metric: str
+) -> dict[str, list[tuple[list[float], list[float]]]]:
+  """(steps, values) of one figure, of runs grouped into arms.
+
+  Directories whose names differ in a number at the end, such as `base-0` and
+  `base-1`, are runs of one arm.
+
+  Args:
+    workdirs: of the runs.
+    metric: a figure of any phase, such as `eval/pass1_sampled`.
+
+  Raises:
+    ValueError: a run that does not have the figure.
+  """
+  out: dict[str, list[tuple[list[float], list[float]]]] = {}
+  for workdir in workdirs:
+    found = data.load(workdir)
+    phases = [p for p in found.records if found.series(p, metric)[0]]
+    if not phases:
+      near = sorted({k for p in found.records for k in found.keys(p, '')})
+      close = difflib.get_close_matches(metric, near, 3, 0.0) or ['none']
+      raise ValueError(
+          f'metric={metric}: {workdir} has not recorded it; near it:'
+          f' {", ".join(close)}'
+      )
+    name = workdir.name.rstrip('0123456789').rstrip('-_.') or workdir.name
+    out.setdefault(name, []).append(found.series(phases[0], metric))
+  return out
+
+
+def curve_table(
+    arms: Mapping[str, Sequence[tuple[list[float], list[float]]]], metric: str
+) -> rich_table.Table:
+  """First and last value of every run of `arms`, and their means."""
+  out = grid(metric, 'arm', 'runs', 'first', 'last', 'mean first', 'mean last')
+  for name, runs in arms.items():
+    ends = [[y[k] for _, y in runs] for k in (0, -1)]
+    each = [' '.join(f'{v:.3f}' for v in values) for values in ends]
+    means = [f'{sum(values) / len(values):.3f}' for values in ends]
+    out.add_row(name, str(len(runs)), *each, *means)
+  return out
 
 
 def stored(workdir: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -199,3 +247,43 @@ def trajectory(
         'bold',
     )
     yield _tokens(segment, pieces) if tokens else _reading(segment, pieces)
+
+
+def calibration(
+    report: Mapping[str, Any],
+) -> Iterator[console.RenderableType]:
+  """The report of `rewards.calibration` as tables."""
+
+  def number(value: float | None) -> str:
+    return '-' if value is None else f'{value:.2f}'
+
+  yield text.Text(
+      f'{report["judge"]}: {report["rows"]} rows,'
+      f' {report["unanswered"]:.0%} of the judgements without a score',
+      'bold',
+  )
+  out = grid('Items', '', 'agrees with itself', 'kappa', 'labels', 'mean score')
+  for name, item in report['items'].items():
+    out.add_row(
+        name,
+        number(item['agreement']),
+        number(item['kappa']),
+        str(item['labels']),
+        number(item['mean']),
+    )
+  yield out
+  for title, key in (('Kinds of work', 'kinds'), ('Versions', 'versions')):
+    if report[key]:
+      out = grid(title, '', 'mean score')
+      for name, mean in report[key].items():
+        out.add_row(name, number(mean))
+      yield out
+  out = grid('Items that rise and fall together', '', 'correlation')
+  for pair in report['correlation']:
+    out.add_row(' / '.join(pair['items']), number(pair['r']))
+  yield out
+  if drift := report['drift']:
+    yield text.Text(
+        f'drift from {drift["from"]}: {number(drift["mean"])} on average,'
+        f' {number(drift["moved"])} of {drift["rows"]} rows moved'
+    )

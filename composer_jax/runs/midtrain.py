@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from composer_jax import config
+from composer_jax.agents import tasks as tasks_lib
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import corpus
 from composer_jax.learner import losses
@@ -60,7 +61,8 @@ class Demos:
   """Rendered tasks with format-only demonstrations, filling the rows of `shape`.
 
   Only the demonstration is trained; the prompt is context. Demonstrations are
-  random legal actions, never right answers (`MicroRepair.demo`).
+  random legal actions, never right answers (`MicroRepair.demo`), on the first
+  turn of an episode unless the source has others (`tasks.DemoWindows`).
   """
 
   tasks: Any
@@ -71,10 +73,14 @@ class Demos:
   def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
     task = self.tasks.task(index, 'warmup')
     rng = random.Random(f'{self.seed}/demo/{index}')
-    prompt = self.renderer.encode_task(task)
-    turn = self.renderer.encode_turn(self.tasks.demo(task, rng))
-    ids = np.array(prompt + turn, np.int32)
-    return ids, np.arange(len(ids)) >= len(prompt)
+    if isinstance(self.tasks, tasks_lib.DemoWindows):
+      pieces = self.tasks.demo_window(task, rng, self.renderer)
+    else:
+      turn = self.renderer.encode_turn(self.tasks.demo(task, rng))
+      pieces = [(self.renderer.encode_task(task), False), (turn, True)]
+    ids = np.concatenate([np.array(piece, np.int32) for piece, _ in pieces])
+    masks = [np.full(len(piece), trained) for piece, trained in pieces]
+    return ids, np.concatenate(masks)
 
   def __call__(self, cursor: Cursor) -> tuple[Documents, Cursor]:
     index = cursor.get('demo', 0)

@@ -31,6 +31,7 @@ from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
+from composer_jax.rewards import signals
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import host as host_lib
 from composer_jax.runs import progress
@@ -239,9 +240,20 @@ def _rewards(batch: admission.Batch) -> dict[str, float]:
       'lost_rollouts': lag['rollouts/lost'] + lag['rollouts/refused'],
       'staleness/submit_lag_mean': lag.get('lag/submit_mean', 0.0),
       **{
-          k: v for k, v in lag.items() if k.startswith(('rollouts/', 'length/'))
+          k: v
+          for k, v in lag.items()
+          if k.startswith(('rollouts/', 'length/', 'segments/'))
       },
   }
+
+
+def _behavior(batch: admission.Batch) -> dict[str, float]:
+  """Means of the signals of all rollouts of a step."""
+  parts = [
+      t.reward_parts for g in batch.groups + batch.untrained for t in g.rollouts
+  ]
+  names = sorted({k for p in parts for k in p if k.startswith(signals.PREFIX)})
+  return {k: float(np.mean([p[k] for p in parts if k in p])) for k in names}
 
 
 def _staleness(
@@ -302,6 +314,7 @@ def run(
   rl = cfg.rl
   how = {'tx': tx, 'mesh': mesh, 'reference': reference}
   done = saved = len(ledger.steps)
+  history = [r for r in writer.kept if 'reward/mean' in r]
 
   def save_batch(batch: batch_lib.Batch) -> str:
     path = workdir / f'offending_batch_step{done:06d}.npz'
@@ -337,7 +350,7 @@ def run(
       state, trained, tokens = train(
           cfg, state, batch, on_nonfinite=save_batch, **how
       )
-      figures = _rewards(batch) | trained
+      figures = _rewards(batch) | _behavior(batch) | trained
       stepped = time.perf_counter()
       outbox.settle()
       settled = time.perf_counter()
@@ -351,6 +364,9 @@ def run(
         saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
         saved = done
       figures |= meter.read(taken, stepped, settled, tokens)
+      history.append(figures)
+      alarms = signals.alarms(history)
+      figures |= {signals.ALARM + k: now for k, (_, now) in alarms.items()}
       writer.write('rl', done, figures)
       bar.update(
           done,
@@ -358,6 +374,7 @@ def run(
           staleness=figures.get('staleness/token_mean', 0.0),
           mismatch=figures.get('mismatch/kl_same_version', 0.0),
           tokens_per_second=figures['tokens/decode_per_second'],
+          alarms=', '.join(alarms) or 'none',
       )
       if done == rl.steps or done % rl.eval_every_steps == 0:
         outbox.settle()

@@ -19,11 +19,20 @@ from kernels_triton import contract
 
 
 def check(cfg: config.Experiment) -> None:
-  """Refuses shapes that the mesh or the attention kernel cannot cut.
+  """Refuses shapes that cannot be cut, too few rows, leases too short.
 
   Raises:
     ValueError: names the field, its value and what it must be.
   """
+  tools = cfg.harness.max_turns * cfg.harness.tool_seconds
+  judges = [getattr(r, 'deadline_seconds', 0.0) for r in cfg.rewards]
+  needed = tools + max(judges, default=0.0)
+  if cfg.rl.lease_seconds <= needed:
+    raise ValueError(
+        f'rl.lease_seconds={cfg.rl.lease_seconds}: must be above {needed:g}, the'
+        ' time of tools and of the slowest judge; a rollout that outlives its'
+        ' lease is lost instead of graded'
+    )
   for name, (rows, tokens) in _shapes(cfg).items():
     field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
     if rows < 1 or rows % cfg.mesh.data:
@@ -36,6 +45,21 @@ def check(cfg: config.Experiment) -> None:
           f'{name}.tokens_per_row={tokens}: must be a positive multiple of'
           f' {contract.KEY_BLOCK}, the attention key block'
       )
+  # All windows of a rollout go into one batch: a loss may reduce over them.
+  aligned = -(-cfg.harness.max_context_tokens // contract.KEY_BLOCK)
+  per_row = max(1, cfg.rl.tokens_per_row // (aligned * contract.KEY_BLOCK))
+  if cfg.rl.rows_per_batch * per_row < _windows(cfg):
+    raise ValueError(
+        f'rl.rows_per_batch={cfg.rl.rows_per_batch}: a rollout of up to'
+        f' {_windows(cfg)} windows, {per_row} in a row, is never split over'
+        ' batches; raise it'
+    )
+
+
+def _windows(cfg: config.Experiment) -> int:
+  """Most windows of a rollout: a turn comes before every summary."""
+  summing = cfg.harness.summary_trigger_tokens is not None
+  return cfg.harness.max_turns if summing else 1
 
 
 def text(cfg: config.Experiment) -> str:
@@ -98,7 +122,8 @@ def _rl_step(cfg: config.Experiment) -> _Rows:
   rl, rollout = cfg.rl, cfg.rollout
   rollouts = rl.groups_per_step * rl.rollouts_per_group
   capacity = rl.rows_per_batch * rl.tokens_per_row
-  most = rollouts * rollout.context_tokens
+  windows = rollouts * _windows(cfg)
+  most = windows * rollout.context_tokens
   yield 'batch', (
       f'{rl.groups_per_step} prompts x {rl.rollouts_per_group} rollouts ='
       f' {rollouts} rollouts'
@@ -112,7 +137,7 @@ def _rl_step(cfg: config.Experiment) -> _Rows:
       f' {capacity:,} tokens per program call'
   )
   yield 'at most', (
-      f'{rollouts} windows x {rollout.context_tokens} tokens = {most:,} tokens'
+      f'{windows} windows x {rollout.context_tokens} tokens = {most:,} tokens'
       f' = {math.ceil(most / capacity)} calls'
   )
   yield 'denominator Z', (

@@ -9,11 +9,10 @@ trajectory; their digests say whether the replay is the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
-import itertools
 import pathlib
 from typing import NamedTuple
 
@@ -74,25 +73,33 @@ def _draw(params, pages, token, at, table, routing, seed, temperature, *, cfg):
   return pages, used, *drawn
 
 
-@dataclasses.dataclass(frozen=True)
 class Recorded:
-  """Draws each token of a window with the weights that a record names.
+  """Draws each token of an episode with the weights that a record names.
 
   A context is prefilled with the weights that draw the first token after it.
 
   Attributes:
-    cfg: the experiment.
-    weights: by version.
-    versions: of every token of the window.
+    digests: of the weights, by version.
   """
 
-  cfg: config.Experiment
-  weights: Mapping[int, Weights]
-  versions: np.ndarray
+  def __init__(
+      self,
+      cfg: config.Experiment,
+      weights: Mapping[int, Weights],
+      segments: Sequence[np.ndarray],
+  ):
+    """Plays one episode.
 
-  @property
-  def digests(self) -> dict[int, str]:
-    return {version: w.digest for version, w in self.weights.items()}
+    Args:
+      cfg: the experiment.
+      weights: by version.
+      segments: versions of every token of each window, in order.
+    """
+    self.digests = {version: w.digest for version, w in weights.items()}
+    self._cfg = cfg
+    self._weights = weights
+    self._coming = iter(segments)
+    self._versions = np.zeros(1, np.int32)
 
   async def complete(
       self,
@@ -104,10 +111,12 @@ class Recorded:
       temperature: float,
   ) -> trace.TokenTrace:
     """Continues the context; returns the whole window."""
-    cfg, n = self.cfg.model, len(context)
-    end = min(n + max_tokens, self.cfg.rollout.context_tokens)
-    versions = np.resize(self.versions, end)  # a replay that runs on is wrong
-    size = -(-self.cfg.rollout.context_tokens // contract.KEY_BLOCK)
+    cfg, n = self._cfg.model, len(context)
+    end = min(n + max_tokens, self._cfg.rollout.context_tokens)
+    if not context.sampled.any():  # another window begins
+      self._versions = next(self._coming, self._versions)
+    versions = np.resize(self._versions, end)  # a replay that runs on is wrong
+    size = -(-self._cfg.rollout.context_tokens // contract.KEY_BLOCK)
     length = size * contract.KEY_BLOCK
     tokens, logps = np.zeros(length, np.int32), np.zeros(length, np.float32)
     dtype = trace.route_dtype(cfg.experts)
@@ -120,7 +129,7 @@ class Recorded:
     at = np.arange(length, dtype=np.int32)
     tiles = np.where(at < n - 1, at, -1).reshape(-1, contract.QUERY_ROWS)
     pages, used = _prefill(
-        self.weights[versions[n]].params,
+        self._weights[versions[n]].params,
         decode.init_pages(cfg, size),
         tokens.reshape(tiles.shape),
         tiles,
@@ -132,7 +141,7 @@ class Recorded:
     for now in range(n - 1, end - 1):
       here = slice(now, now + 1)
       pages, used, token, logp = _draw(
-          self.weights[versions[now + 1]].params,
+          self._weights[versions[now + 1]].params,
           pages,
           tokens[here],
           at[here],
@@ -167,14 +176,16 @@ def _played(
   for r in record.rollouts:
     if r.outcome != 'valid':
       continue
-    runs = itertools.chain(*r.spans)
-    versions = np.concatenate([np.full(n, v) for v, n in runs])
+    segments = [
+        np.concatenate([np.full(n, version) for version, n in runs])
+        for runs in r.spans
+    ]
     trajectory = host.call(
         host.rollout(
             rollouts.training_task(cfg, record.task),
             admission.task_id(rollouts.RUN, record.prompt, r.member),
             seed=r.seed,
-            policy=Recorded(cfg, weights, versions),
+            policy=Recorded(cfg, weights, segments),
         )
     )
     sha256 = hashlib.sha256(trace.to_bytes(trajectory)).hexdigest()

@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import time
+from typing import Any
 
 import numpy as np
 import tensorboardX
@@ -48,7 +49,11 @@ def _plain(value: float) -> float | None:
 
 
 class Writer:
-  """Appends records to `metrics.jsonl` and `tb/PHASE/`; safe to reopen."""
+  """Appends records to `metrics.jsonl` and `tb/PHASE/`; safe to reopen.
+
+  Attributes:
+    kept: the records that were there before and stand, in order.
+  """
 
   def __init__(
       self,
@@ -71,7 +76,7 @@ class Writer:
     self._tb_root = workdir / 'tb'
     self._boards: dict[str, tensorboardX.SummaryWriter] = {}
     path = workdir / METRICS
-    before = 0.0
+    self.kept: list[dict[str, Any]] = []
     if path.exists():
       data = path.read_bytes()
       lines = _kept(data, self._resume)
@@ -81,7 +86,8 @@ class Writer:
         part = path.with_suffix('.part')
         part.write_bytes(kept)
         os.replace(part, path)
-      before = max((json.loads(x)['seconds'] for x in lines), default=0.0)
+      self.kept = [json.loads(x) for x in lines]
+    before = max((r['seconds'] for r in self.kept), default=0.0)
     # Seconds count time at work: they go on from the last record that stands.
     self._origin = time.monotonic() - before
     self._file = path.open('ab', buffering=0)

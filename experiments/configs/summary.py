@@ -1,0 +1,70 @@
+"""Repairs whose facts get past the context window in summaries only.
+
+Three arms show what self-summary learns; the controls are
+
+  --set=harness.train_summaries=false        summaries written, in no loss
+  --set=harness.summary_trigger_tokens=None  one window, which is too small
+"""
+
+from composer_jax import config
+from composer_jax.agents import relay
+from composer_jax.learner import advantages
+from composer_jax.learner import losses
+from composer_jax.learner import optimizer
+from composer_jax.rewards import verify
+
+
+def experiment() -> config.Experiment:
+  return config.Experiment(
+      name='summary',
+      loss=losses.DppoTv(),
+      advantage=advantages.GroupMean(),
+      tasks=relay.Relay(),
+      # A branch that is right earns 0.15, both are a success.
+      rewards=(verify.Verify(fraction_weight=0.3),),
+      midtrain_optimizer=optimizer.AdamW(
+          learning_rate=3e-3, weight_decay=0.01, warmup_steps=20
+      ),
+      warmup_optimizer=optimizer.AdamW(
+          learning_rate=3e-3,
+          weight_decay=0.01,
+          warmup_steps=20,
+          decay_steps=160,
+      ),
+      rl_optimizer=optimizer.AdamW(learning_rate=1e-3, b2=0.98, clip_norm=0.5),
+      model=config.ModelConfig(
+          vocab=384,
+          layers=2,
+          embed=64,
+          q_heads=4,
+          kv_heads=2,
+          head_dim=16,
+          experts=4,
+          moe_ffn=96,
+      ),
+      mesh=config.MeshConfig(data=1),
+      corpus=config.CorpusConfig(max_bytes=400_000),
+      midtrain=config.PhaseConfig(20, 16, 128),
+      warmup=config.PhaseConfig(160, 32, 128, demo_fraction=0.9375),
+      rollout=config.RolloutConfig(
+          slots=128, context_tokens=64, prefill_tokens=1024
+      ),
+      harness=config.HarnessConfig(
+          max_turns=2,
+          max_turn_tokens=13,
+          max_context_tokens=62,
+          summary_trigger_tokens=44,
+          summary_tokens=2,
+      ),
+      rl=config.RlConfig(
+          steps=40,
+          groups_per_step=8,
+          rollouts_per_group=16,
+          rows_per_batch=32,
+          tokens_per_row=128,
+          norm_tokens=16,
+          workers=256,
+          eval_every_steps=10,
+      ),
+      evaluation=config.EvalConfig(tasks=128),
+  )
