@@ -139,13 +139,17 @@ class InspectTest(parameterized.TestCase):
     runs = [self.folder / name for name in ('base-0', 'base-1', 'other')]
     for run in runs:
       run.mkdir()
-      sample_run.write(run, steps=3)
+      sample_run.write(run, steps=40)
     names = f'--runs={",".join(map(str, runs))}'
     plot = self.folder / 'curves.png'
     out = _inspect('curves', names, f'--plot={plot}')
     self.assertEqual(out.returncode, 0, out.stderr)
-    self.assertRegex(out.stdout, r'base +2 +0\.140 0\.140 +0\.570 0\.570')
-    self.assertRegex(out.stdout, r'other +1 +0\.140 +0\.570 +0\.140 +0\.570')
+    ((_, y),) = inspection.arms(runs, 'eval/pass1_sampled')['other']
+    first, last = (rf'0\.{1000 * v:03.0f}' for v in (y[0], y[-1]))
+    self.assertNotEqual(first, last)
+    both = rf'base +2 +{first} {first} +{last} {last} +{first} +{last}'
+    self.assertRegex(out.stdout, both)
+    self.assertRegex(out.stdout, rf'other +1 +{first} +{last} +{first}')
     self.assertEqual(plot.read_bytes()[:4], b'\x89PNG')
     arms = inspection.arms(runs, 'reward/mean')
     words = plots_text.of(

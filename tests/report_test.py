@@ -284,6 +284,27 @@ class ReportTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'no such directory'):
       report.build('/nowhere/at/all')
 
+  def test_rollouts_of_several_segments_are_drawn(self):
+    self.assertNotIn('Summaries and segments', self.text)
+    folder = self._copy('config.json')
+    records = (
+        {
+            'phase': 'rl',
+            'step': step,
+            'segments/count_mean': 2.5,
+            'segments/count_max': 3.0,
+            'segments/summaries_mean': 1.5,
+            'segments/tokens_mean': 170.0,
+            'segments/longest_tokens': 79.0,
+        }
+        for step in (1, 2)
+    )
+    lines = ''.join(json.dumps(r) + '\n' for r in records)
+    (folder / 'metrics.jsonl').write_text(lines)
+    text = ' '.join(self._render(folder).text)
+    for words in ('Summaries and segments', 'Context of a rollout', 'longest'):
+      self.assertIn(words, text)
+
   def test_later_lines_of_a_step_add_and_override(self):
     folder = self._copy(config={})
     lines = [

@@ -139,6 +139,37 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     tokens = policy.contexts[2].tokens.tolist()
     self.assertIn(tuple(split), list(zip(tokens, tokens[1:], strict=False)))
 
+  async def test_in_text_and_json(self):
+    tokenizer = _renderer()._tokenizer
+    renderer = json_renderer.JsonRenderer(tokenizer)
+    change = tools.Replace('f.py', 'def f', 'def  f')
+    said = tokenizer.encode('f.py has a wrong constant').ids
+    policy = sampled_policy.ScriptedPolicy(
+        [
+            renderer.encode_turn([change]),
+            [*said, *renderer.stop_ids],
+            renderer.encode_turn([tools.Done()]),
+        ]
+    )
+    episode = await _play(
+        policy,
+        renderer,
+        max_turn_tokens=99,
+        max_context_tokens=2000,
+        summary_trigger_tokens=len(renderer.encode_task(_TASK)) + 9,
+        summary_tokens=40,
+    )
+    self.assertEqual(episode.stop, trace.StopReason.FINISHED)
+    self.assertIn('def  f', episode.submission['f.py'])
+    asked, resumed = (
+        tokenizer.decode(c.tokens.tolist(), skip_special_tokens=False)
+        for c in policy.contexts[1:]
+    )
+    self.assertIn('not with tool calls', asked)
+    self.assertIn('- f.py, 4 lines, changed\n', resumed)
+    self.assertIn('Your summary:\nf.py has a wrong constant\n', resumed)
+    self.assertIn('Summaries so far: 1. Turns left: 2.', resumed)
+
   async def test_tools_are_off_in_a_summary(self):
     run, edit, _, _, done = _gold()
     call = _turn(tools.Done())

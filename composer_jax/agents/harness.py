@@ -230,7 +230,7 @@ async def run(
   loop = tool_loop.ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
   windows = _Windows(policy, renderer, cfg, seed, temperature)
-  prompt, query = renderer.encode_task(task), renderer.encode_summary_query()
+  prompt = renderer.encode_task(task)
   if not windows.begin(prompt):
     raise ValueError(
         f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
@@ -260,6 +260,7 @@ async def run(
       observation = renderer.encode_observation(text)
       crossing = windows.crosses(observation)
       if crossing:
+        query = renderer.encode_summary_query()
         room = windows.room() - len(query) - cfg.summary_tokens
         observation = _observe(renderer, text, room) + query
       if windows.room(observation) <= 0:
@@ -271,7 +272,9 @@ async def run(
         loop.counts['summaries'] += 1
         loop.counts['summary_tokens'] += len(summary)
         state = windows_lib.State(
-            files, cfg.max_turns - turns, loop.counts['summaries']
+            files=files,
+            turns_left=cfg.max_turns - turns,
+            summaries=loop.counts['summaries'],
         )
         if not windows.begin(renderer.encode_resumed(task, summary, state)):
           stop = trace.StopReason.MAX_TOKENS
