@@ -323,6 +323,10 @@ class RefusalTest(_Case):
     self.error(self.post(_CHAT, key, lib.ask()), 410)
     self.assertEqual(self.kit.segments(name), ())
 
+  def test_other_routes(self):
+    self.error(self.http.get('/v1/embeddings'), 404)
+    self.error(self.http.get(_CHAT), 405)
+
   def test_fleets_open_and_finish(self):
     opened = self.post('/rollouts', lib.ADMIN, {'id': 'a/b/c', 'seed': 3})
     self.assertEqual(opened.status_code, 201)

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from starlette import applications
+from starlette import exceptions
 from starlette import requests
 from starlette import responses
 from starlette import routing
@@ -71,8 +72,16 @@ def app(
       routes=[
           routing.Route(path, endpoint.guarded(name, handler), methods=[method])
           for method, path, name, handler in table
-      ]
+      ],
+      exception_handlers={exceptions.HTTPException: _no_route},
   )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+  status = getattr(error, 'status_code', 404)
+  path = f'{request.method} {request.url.path}'
+  message = f'{path}: not served here'
+  return _json(ApiError(status, message).body, status)
 
 
 class _Endpoint:

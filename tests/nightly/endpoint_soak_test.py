@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import random
 import re
 import time
@@ -19,8 +20,8 @@ _GROWTH_BYTES = 24 << 20  # of all calls after that, noise of the allocator
 
 
 def _resident():
-  pages = int(open('/proc/self/statm').read().split()[1])
-  return pages * os.sysconf('SC_PAGE_SIZE')
+  pages = pathlib.Path('/proc/self/statm').read_text().split()[1]
+  return int(pages) * os.sysconf('SC_PAGE_SIZE')
 
 
 class SoakTest(absltest.TestCase):
