@@ -59,7 +59,7 @@ def experiment() -> config.Experiment:
           summary_tokens=2,
       ),
       rl=config.RlConfig(
-          steps=100,
+          steps=80,
           groups_per_step=16,
           rollouts_per_group=8,
           rows_per_batch=32,
