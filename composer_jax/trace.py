@@ -6,7 +6,7 @@ and a `WeightVersion` (down).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import enum
 import hashlib
@@ -131,6 +131,45 @@ class TokenTrace:
 
   def __len__(self) -> int:
     return self.tokens.shape[0]
+
+
+def empty() -> TokenTrace:
+  """A window without tokens."""
+  return TokenTrace(
+      tokens=np.zeros(0, np.int32),
+      sampled=np.zeros(0, np.bool_),
+      logps=np.zeros(0, np.float32),
+      versions=np.zeros(0, np.int32),
+  )
+
+
+def extend(window: TokenTrace, ids: Sequence[int]) -> TokenTrace:
+  """Appends context tokens: not sampled, version and routes not known yet."""
+  tokens = np.asarray(ids, np.int32)
+  routing = window.routing
+  if routing is not None:
+    _, layers, k = routing.experts.shape
+    dtype = routing.experts.dtype
+    rows = np.full((len(tokens), layers, k), blank_route(dtype), dtype)
+    routing = RoutingTrace(np.concatenate([routing.experts, rows]))
+
+  def join(old, value):
+    return np.concatenate([old, np.full(len(tokens), value, old.dtype)])
+
+  return TokenTrace(
+      tokens=np.concatenate([window.tokens, tokens]),
+      sampled=join(window.sampled, False),
+      logps=join(window.logps, 0),
+      versions=join(window.versions, -1),
+      routing=routing,
+  )
+
+
+def draw_seed(seed: int, number: int) -> int:
+  """Seed (32 bits) of draw `number` of a rollout, whatever else is in flight."""
+  content = struct.pack('<QQ', seed & (2**64 - 1), number)
+  digest = hashlib.blake2b(content, digest_size=4).digest()
+  return int.from_bytes(digest, 'little')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 from tests import serving_kit as lib
 
-from composer_jax.rollout import endpoint
+from composer_jax.rollout import web
 
 _CHAT = '/v1/chat/completions'
 _PLAIN = '/v1/completions'
@@ -306,7 +306,7 @@ class RefusalTest(_Case):
 
   def test_oversized(self):
     _, key = self.kit.open()
-    body = b'x' * (endpoint.BODY_BYTES + 1)
+    body = b'x' * (web.BODY_BYTES + 1)
     response = self.http.post(_CHAT, content=body, headers=lib.bearer(key))
     self.error(response, 413)
 

@@ -16,7 +16,6 @@ from composer_jax.agents import micro_repair
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tools
-from composer_jax.agents import windows
 
 _SOURCE = micro_repair.MicroRepair()
 _TASK = _SOURCE.task(0, 'train')
@@ -96,7 +95,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     said = _renderer().text(second.tokens[turn:].tolist())
     self.assertRegex(said, r'^<\|obs\|>\[.*\]=.* not .*<\|act\|>$')
     self.assertEqual(
-        policy.seeds, [windows.turn_seed(5, turn) for turn in range(3)]
+        policy.seeds, [trace.draw_seed(5, turn) for turn in range(3)]
     )
     self.assertEqual(len(set(policy.seeds)), 3)
     self.assertEqual(len(episode.segments), 1)
@@ -250,10 +249,10 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
 class TurnSeedTest(absltest.TestCase):
 
   def test_seeds_are_32_bits_stable_and_distinct(self):
-    seeds = {windows.turn_seed(s, t) for s in range(50) for t in range(20)}
+    seeds = {trace.draw_seed(s, t) for s in range(50) for t in range(20)}
     self.assertLen(seeds, 1000)
     self.assertBetween(max(seeds), 0, 2**32 - 1)
-    self.assertEqual(windows.turn_seed(3, 1), windows.turn_seed(3, 1))
+    self.assertEqual(trace.draw_seed(3, 1), trace.draw_seed(3, 1))
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import windows
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import replay
@@ -72,7 +71,7 @@ class RecordedTest(absltest.TestCase):
     """Two turns in each of a few slots, three swaps on the way."""
     rng = np.random.default_rng(0)
     windows = [
-        windows.extend(_NOTHING, rng.integers(8, _CFG.model.vocab, 5 + 9 * i))
+        trace.extend(_NOTHING, rng.integers(8, _CFG.model.vocab, 5 + 9 * i))
         for i in range(5)
     ]
     turns = []
@@ -85,7 +84,7 @@ class RecordedTest(absltest.TestCase):
           f.result(timeout=60) for f in self.engine.submit_group(requests)
       ]
       turns += zip(requests, windows, strict=True)
-      windows = [windows.extend(w, [9, 10, 11]) for w in windows]
+      windows = [trace.extend(w, [9, 10, 11]) for w in windows]
     return turns
 
   def _again(self, request, versions):

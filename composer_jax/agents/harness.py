@@ -122,7 +122,7 @@ class _Windows:
     self._draws = 0
     self._crossable = False
     self._past: tuple[trace.TokenTrace, ...] = ()
-    self._now = windows_lib.empty()
+    self._now = trace.empty()
 
   @property
   def segments(self) -> tuple[trace.TokenTrace, ...]:
@@ -134,7 +134,7 @@ class _Windows:
 
   def begin(self, prompt: Sequence[int]) -> bool:
     """Starts a window; False, and there is none, if the prompt fills it."""
-    self._past, self._now = self.segments, windows_lib.empty()
+    self._past, self._now = self.segments, trace.empty()
     if self.room(prompt) <= 0:
       return False
     trigger = self._cfg.summary_trigger_tokens
@@ -143,7 +143,7 @@ class _Windows:
     return True
 
   def append(self, ids: Sequence[int]) -> None:
-    self._now = windows_lib.extend(self._now, ids)
+    self._now = trace.extend(self._now, ids)
 
   def crosses(self, ids: Sequence[int]) -> bool:
     """Says whether `ids` would make the window long enough to be summed up."""
@@ -158,7 +158,7 @@ class _Windows:
         before,
         max_tokens=min(max_tokens, self.room()),
         stop=self._stop,
-        seed=windows_lib.turn_seed(self._seed, self._draws),
+        seed=trace.draw_seed(self._seed, self._draws),
         temperature=self._temperature,
     )
     windows_lib.check(before, after)
@@ -213,7 +213,7 @@ async def run(
     renderer: between tokens and calls.
     cfg: budgets. A summary is not a turn, and none is asked for when no turn
       is left.
-    seed: of the episode; sample t is drawn with `turn_seed(seed, t)`.
+    seed: of the episode; sample t is drawn with `trace.draw_seed(seed, t)`.
     temperature: 1 in training, where log-probs have to be the policy's own.
 
   Returns:

@@ -27,10 +27,8 @@ from composer_jax.rollout import openai_replies
 from composer_jax.rollout import openai_requests
 from composer_jax.rollout import service as service_lib
 from composer_jax.rollout import session as session_lib
+from composer_jax.rollout import web
 
-BODY_BYTES = 32 << 20
-# Of a body that is too long so much is read, so that the client can hear of it.
-_READ_BYTES = 8 * BODY_BYTES
 _PACE_SECONDS = 0.02  # between the events of a stream, at least
 
 ApiError = openai_requests.ApiError
@@ -81,7 +79,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
   status = getattr(error, 'status_code', 404)
   path = f'{request.method} {request.url.path}'
   message = f'{path}: not served here'
-  return _json(ApiError(status, message).body, status)
+  return web.json_response(ApiError(status, message).body, status)
 
 
 class _Endpoint:
@@ -105,14 +103,16 @@ class _Endpoint:
       try:
         response = await handler(request)
       except ApiError as e:
-        response = _json(e.body, e.status)
+        response = web.json_response(e.body, e.status)
         if e.retry_after is not None:
           response.headers['Retry-After'] = str(e.retry_after)
       except requests.ClientDisconnect:  # before its request was complete
-        response = _gone()
+        response = web.gone()
       except Exception:  # a fault of ours ends one request, never the server
         logging.exception('%s %s', request.method, request.url.path)
-        response = _json(ApiError(500, 'internal error; see the log').body, 500)
+        response = web.json_response(
+            ApiError(500, 'internal error; see the log').body, 500
+        )
       seconds = time.perf_counter() - start
       self._service.metrics.answered(name, response.status_code, seconds)
       return response
@@ -122,7 +122,7 @@ class _Endpoint:
   async def complete(self, request: Request, *, chat: bool) -> Response:
     service = self._service
     session = await self._session(request)
-    body = await _body(request)
+    body = await web.body_of(request)
     self._check_ready()
     ask = openai_requests.parse(
         openai_requests.load(body), chat=chat, train=session.mode == 'train'
@@ -144,12 +144,12 @@ class _Endpoint:
     release = functools.partial(service.release, session, work)
     try:
       until = work.started.wait() if ask.stream else asyncio.wait([work.task])
-      if not await _before_disconnect(request, until):
-        return _gone()
+      if not await web.before_disconnect(request, until):
+        return web.gone()
       if not ask.stream or (work.task.done() and _failure(work)):
-        return _json(_result(work))
+        return web.json_response(_result(work))
       held, release = release, lambda: None
-      return _Stream(self._events(work), held)
+      return web.Stream(self._events(work), held)
     finally:
       release()
 
@@ -159,7 +159,7 @@ class _Endpoint:
     if ask.messages is not None:
       for i in range(ask.n):
         role = {'role': 'assistant', 'content': ''}
-        yield _event(openai_replies.chunk(work.head, i, role))
+        yield web.event(openai_replies.chunk(work.head, i, role))
     name = 'text' if ask.messages is None else 'content'
     while not work.task.done():
       work.changed.clear()
@@ -170,14 +170,14 @@ class _Endpoint:
             seconds = time.perf_counter() - start
             self._service.metrics.first_token.observe(seconds)
           sent[i] = text
-          yield _event(openai_replies.chunk(work.head, i, {name: new}))
+          yield web.event(openai_replies.chunk(work.head, i, {name: new}))
       await asyncio.sleep(_PACE_SECONDS)
       await work.changed.wait()
     if error := _failure(work):
-      yield _event(error.body)
+      yield web.event(error.body)
       return
     for event in openai_replies.rest(ask, work.task.result(), sent):
-      yield _event(event)
+      yield web.event(event)
     yield b'data: [DONE]\n\n'
 
   async def models(self, request: Request) -> Response:
@@ -189,11 +189,11 @@ class _Endpoint:
         'owned_by': 'composer_jax',
         'max_model_len': self._service.max_model_len,
     }
-    return _json({'object': 'list', 'data': [model]})
+    return web.json_response({'object': 'list', 'data': [model]})
 
   async def count(self, request: Request) -> Response:
     await self._session(request)
-    body = openai_requests.load(await _body(request))
+    body = openai_requests.load(await web.body_of(request))
     limit, chat = self._service.max_model_len, self._service.chat
     ask = openai_requests.parse(
         {k: v for k, v in body.items() if k in ('messages', 'tools', 'prompt')},
@@ -209,7 +209,7 @@ class _Endpoint:
     except ValueError as e:
       raise ApiError(400, str(e)) from e
     n = len(ids)
-    return _json(
+    return web.json_response(
         {'input_tokens': n, 'count': n, 'tokens': ids, 'max_model_len': limit}
     )
 
@@ -217,7 +217,7 @@ class _Endpoint:
     if not self._is_admin(request):
       raise ApiError(403, 'this key cannot open rollouts; use the admin key')
     self._check_ready()
-    body = openai_requests.load(await _body(request))
+    body = openai_requests.load(await web.body_of(request))
     rollout, mode = body.get('id'), body.get('mode', 'train')
     seed = body.get('seed', 0)
     if not isinstance(rollout, str) or not rollout or '\0' in rollout:
@@ -232,7 +232,7 @@ class _Endpoint:
     except ValueError as e:
       raise ApiError(409, str(e)) from e
     answer = {'id': rollout, 'api_key': key, 'model': self._service.model}
-    return _json(answer, 201)
+    return web.json_response(answer, 201)
 
   async def finish(self, request: Request) -> Response:
     name = request.path_params['rollout']
@@ -246,7 +246,7 @@ class _Endpoint:
       session = await self._session(request, finished=True)
       if session.id != name:
         raise ApiError(403, f'this key is not that of rollout {name}')
-    body = openai_requests.load(await _body(request))
+    body = openai_requests.load(await web.body_of(request))
     submission, reward = body.get('submission'), body.get('reward')
     status = body.get('status', '')
     if submission is not None and not (
@@ -262,19 +262,21 @@ class _Endpoint:
       raise ApiError(400, f'status={status!r}: want a text', param='status')
     kept = {'submission': submission, 'reward': reward, 'status': status}
     await self._service.finish(session, json.dumps(kept, sort_keys=True))
-    return _json({'id': name})
+    return web.json_response({'id': name})
 
   async def health(self, request: Request) -> Response:
     del request
     if not self._service.engine.alive:
       raise ApiError(503, 'the engine has ended; restart the host')
-    return _json({'status': 'ok'})
+    return web.json_response({'status': 'ok'})
 
   async def ready(self, request: Request) -> Response:
     del request
     self._check_ready()
     step, digest = max(dict(self._service.engine.digests).items())
-    return _json({'status': 'ok', 'weights_version': step, 'digest': digest})
+    return web.json_response(
+        {'status': 'ok', 'weights_version': step, 'digest': digest}
+    )
 
   async def metrics(self, request: Request) -> Response:
     del request
@@ -288,14 +290,14 @@ class _Endpoint:
   def _is_admin(self, request: Request) -> bool:
     key = self._admin_key
     return key is not None and hmac.compare_digest(
-        _key(request).encode(), key.encode()
+        web.key_of(request).encode(), key.encode()
     )
 
   async def _session(
       self, request: Request, finished: bool = False
   ) -> session_lib.Session:
     """The rollout of the key; one that is finished only if that is asked."""
-    key = _key(request)
+    key = web.key_of(request)
     session = await self._service.session(secret=key) if key else None
     if session is None:
       if self._is_admin(request):
@@ -310,71 +312,8 @@ class _Endpoint:
     return session
 
 
-class _Stream(responses.StreamingResponse):
-  """Server-sent events; `release` is called when they end, however."""
-
-  def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]):
-    super().__init__(
-        events,
-        media_type='text/event-stream',
-        headers={'Cache-Control': 'no-cache', 'X-Accel-Buffering': 'no'},
-    )
-    self._release = release
-
-  async def __call__(self, scope, receive, send) -> None:
-    try:
-      await super().__call__(scope, receive, send)
-    finally:
-      self._release()
-
-
-def _key(request: Request) -> str:
-  header = request.headers.get('authorization', '')
-  scheme, _, key = header.partition(' ')
-  if scheme.lower() == 'bearer':
-    return key.strip()
-  return request.headers.get('x-api-key', '')
-
-
 def _closed(session: session_lib.Session) -> ApiError:
   return ApiError(410, f'rollout {session.id}: is closed; open another one')
-
-
-async def _body(request: Request) -> bytes:
-  """The body.
-
-  Raises:
-    ApiError: it is too long.
-  """
-  parts, size = [], 0
-  async for part in request.stream():
-    size += len(part)
-    if size <= BODY_BYTES:
-      parts.append(part)
-    elif size > _READ_BYTES:
-      break
-  if size > BODY_BYTES:
-    raise ApiError(
-        413, f'body: {size} bytes or more; must be at most {BODY_BYTES}'
-    )
-  return b''.join(parts)
-
-
-async def _before_disconnect(request: Request, until: Awaitable[Any]) -> bool:
-  """Waits; false if the client has left before."""
-
-  async def left() -> None:
-    while (await request.receive())['type'] != 'http.disconnect':
-      pass
-
-  waiting = asyncio.ensure_future(until)
-  leaving = asyncio.create_task(left())
-  try:
-    await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    return waiting.done()
-  finally:
-    waiting.cancel()
-    leaving.cancel()
 
 
 def _failure(work: session_lib.Work) -> ApiError | None:
@@ -391,16 +330,3 @@ def _result(work: session_lib.Work) -> dict[str, Any]:
   if error := _failure(work):
     raise error
   return work.task.result()
-
-
-def _gone() -> Response:
-  return Response(status_code=499)  # nobody reads it
-
-
-def _json(value: Any, status: int = 200) -> Response:
-  text = json.dumps(value)
-  return Response(text, status, media_type='application/json')
-
-
-def _event(value: Any) -> bytes:
-  return f'data: {json.dumps(value)}\n\n'.encode()

@@ -157,22 +157,7 @@ def window(call: Call) -> trace.TokenTrace:
 
 def extend(parent: Call | None, tokens: Sequence[int]) -> trace.TokenTrace:
   """The parent's window, then context tokens of which nothing is known yet."""
-  known = [window(parent)] if parent else []
-  new = np.asarray(tokens, np.int32)
-  n, routing = len(new), None
-  if parent and (recorded := known[0].routing):
-    dtype = recorded.experts.dtype
-    shape = n, *recorded.experts.shape[1:]
-    rows = np.full(shape, trace.blank_route(dtype), dtype)
-    routing = trace.RoutingTrace(rows)
-  blank = trace.TokenTrace(
-      tokens=new,
-      sampled=np.zeros(n, np.bool_),
-      logps=np.zeros(n, np.float32),
-      versions=np.full(n, -1, np.int32),
-      routing=routing,
-  )
-  return _join([*known, blank])
+  return trace.extend(window(parent) if parent else trace.empty(), tokens)
 
 
 def segments(calls: Sequence[Call]) -> tuple[trace.TokenTrace, ...]:

@@ -283,7 +283,7 @@ class Service:
             context,
             ask.max_tokens or self.max_model_len,
             chat.stop_ids,
-            session_lib.seed_of(seed, first + i),
+            trace.draw_seed(seed, first + i),
             ask.temperature,
             sequences,
             self._listener(work, i) if ask.stream else None,

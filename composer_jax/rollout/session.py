@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 import dataclasses
-import hashlib
-import struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -183,10 +181,3 @@ class Session:
     said = graph.window(self._keys[keys[known - 1]]).tokens.tolist()
     ended = said[-1] in chat.stop_ids
     return [*said, *chat.tail(ask.messages, ask.tools, known, ended)]
-
-
-def seed_of(seed: int, index: int) -> int:
-  """Seed (32 bits) of a call: the same whatever else is in flight."""
-  content = struct.pack('<QQ', seed & (2**64 - 1), index)
-  digest = hashlib.blake2b(content, digest_size=4).digest()
-  return int.from_bytes(digest, 'little')

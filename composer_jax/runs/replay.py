@@ -99,7 +99,7 @@ class Recorded:
     self._cfg = cfg
     self._weights = weights
     self._coming = iter(segments)
-    self._versions = np.zeros(1, np.int32)
+    self._versions: np.ndarray | None = None
 
   async def complete(
       self,
@@ -113,7 +113,7 @@ class Recorded:
     """Continues the context; returns the whole window."""
     cfg, n = self._cfg.model, len(context)
     end = min(n + max_tokens, self._cfg.rollout.context_tokens)
-    if not context.sampled.any():  # another window begins
+    if self._versions is None or not context.sampled.any():  # a window begins
       self._versions = next(self._coming, self._versions)
     versions = np.resize(self._versions, end)  # a replay that runs on is wrong
     size = -(-self._cfg.rollout.context_tokens // contract.KEY_BLOCK)
