@@ -498,6 +498,7 @@ class LeaveTest(_Case):
     self.assertLen(self.kit.segments(name), 5 - gone)
 
   def test_duplicates_are_sampled_once(self):
+    self.assertTrue(self.kit.settled())  # nobody else is sampled for
     name, key = self.kit.open()
     decoded = self.kit.engine.stats().decoded_tokens
     self.kit.gate.clear()
