@@ -123,6 +123,11 @@ def serve(opened, **settings) -> int:
       **{name: values[name].value for name in names},
       **settings,
   )
+  print(
+      f'starting: fetches {asked.url} and compiles what is new to this machine',
+      file=sys.stderr,
+      flush=True,
+  )
   text = 'stopping: running calls may end; once more to stop at once'
   with machine.Interrupt(text) as stop:
     with serving.Host(asked, devices=jax.devices()) as host:

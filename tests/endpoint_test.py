@@ -604,6 +604,9 @@ class LossTest(parameterized.TestCase):
         refused = http.post(_CHAT, json=lib.ask(), headers=header)
         self.assertEqual(refused.status_code, 503)
         self.assertIn('retry-after', refused.headers)
+        # Nor does it say that a key is unknown: it may only be not known yet.
+        unknown = http.get('/v1/models', headers=lib.bearer('unknown'))
+        self.assertEqual(unknown.status_code, 503)
         self.assertEqual(http.get('/ready').status_code, 503)
         self.assertEqual(http.get('/health').status_code, 200)
         kit.gate.set()

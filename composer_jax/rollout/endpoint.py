@@ -302,6 +302,7 @@ class _Endpoint:
     if session is None:
       if self._is_admin(request):
         raise ApiError(403, 'the admin key opens rollouts; use the key of one')
+      self._check_ready()  # a host that starts does not know all keys yet
       raise ApiError(
           401,
           'unknown API key; use that of an open rollout',
