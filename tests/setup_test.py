@@ -26,7 +26,10 @@ class SetupTest(absltest.TestCase):
     names = self.meta.get_all('Provides-Extra')
     self.assertCountEqual(
         names,
-        ['fleet', 'gpu', 'humaneval', 'kernels', 'peers', 'serve', 'test'],
+        [
+            *('fleet', 'gpu', 'humaneval', 'kernels', 'openenv', 'peers'),
+            *('serve', 'test'),
+        ],
     )
     peers = {r for r in self.extras if 'peers' in r}
     self.assertTrue(any('torch==2.13.0' in r for r in peers), peers)
