@@ -1,13 +1,19 @@
 """Strict numerics, four fake devices and repeatable examples for every test."""
 
+import gc
+import pathlib
+
 from absl import flags
 import hypothesis
 import jax
+import pytest
 
 # A red test says something about the change, not about the day's examples.
 # --hypothesis-profile=default looks for new ones.
 hypothesis.settings.register_profile('repeatable', derandomize=True)
 hypothesis.settings.load_profile('repeatable')
+
+_MAPPINGS = 15_000
 
 
 def pytest_configure(config):
@@ -18,3 +24,17 @@ def pytest_configure(config):
   # Compiled programs outlive the process, so a second run is quick.
   jax.config.update('jax_compilation_cache_dir', str(config.cache.mkdir('jax')))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _room_for_programs():
+  """Forgets compiled programs before they are too many for one process.
+
+  Each takes some memory mappings, of which Linux grants a process 65530; with
+  none left the compiler aborts.
+  """
+  yield
+  maps = pathlib.Path('/proc/self/maps')
+  if maps.exists() and maps.read_bytes().count(b'\n') > _MAPPINGS:
+    jax.clear_caches()
+    gc.collect()
