@@ -21,7 +21,6 @@ import time
 
 from absl import flags as absl_flags
 from experiments import flags
-from experiments import host
 
 absl_flags.DEFINE_string(
     'store', None, 'URL or directory of the weight store of a run.'
@@ -60,12 +59,12 @@ class _Terminal:
       case '/reset' | '/system':
         self._chat.system(rest if command == '/system' else '')
       case '/temperature':
-        value = float(rest or 'nan')
+        value = _number(command, rest, float)
         if not 0 <= value < float('inf'):
           raise ValueError(f'/temperature {rest}: must be finite and >= 0')
         self._sampling = dataclasses.replace(self._sampling, temperature=value)
       case '/task':
-        self._task(int(rest) if rest else self._next)
+        self._task(_number(command, rest, int) if rest else self._next)
       case _ if command.startswith('/'):
         raise ValueError(f'{command}: no such command; /help lists them')
       case _:
@@ -128,6 +127,13 @@ class _Terminal:
     self._timed(run)
 
 
+def _number(command, text, kind):
+  try:
+    return kind(text)
+  except ValueError as e:
+    raise ValueError(f'{command} {text}: want a number') from e
+
+
 def _print(text: str) -> None:
   print(text, end='', flush=True)
 
@@ -162,7 +168,7 @@ def main() -> int:
   from experiments import machine
 
   values = absl_flags.FLAGS
-  url = host.url()
+  url = flags.store()
   machine.setup_cache(values.compilation_cache)
   stored = stored_model.read(url)
   tasks = _tasks(stored)

@@ -1,9 +1,9 @@
-"""Writes a version of a weight store as a folder that any engine serves.
+"""Writes a version of a weight store as a folder that other engines read.
 
   python3 -m experiments.export_model --store=URL --folder=DIR [--version=N]
 
-The folder is what transformers, vLLM and others load: config.json, safetensors
-in bfloat16, tokenizer and chat template. A model that no published family can
+The folder is as on the Hugging Face hub: config.json, safetensors in bfloat16,
+tokenizer and chat template. A model that no published family can
 express is refused.
 """
 
@@ -12,7 +12,6 @@ import sys
 
 from absl import flags as absl_flags
 from experiments import flags
-from experiments import host
 
 absl_flags.DEFINE_string('store', None, 'URL or directory of a weight store.')
 absl_flags.DEFINE_string('folder', None, 'Directory to make.')
@@ -29,7 +28,7 @@ def main() -> int:
   values = absl_flags.FLAGS
   folder = pathlib.Path(values.folder).absolute()
   try:
-    version = conversion.export_folder(host.url(), values.version, folder)
+    version = conversion.export_folder(flags.store(), values.version, folder)
   except (records.StoreError, follow.FollowError) as e:
     print(f'export_model: damaged store: {e}', file=sys.stderr)
     return 1

@@ -239,6 +239,24 @@ def existing_workdir() -> pathlib.Path:
   return path
 
 
+def store(new: bool = False) -> str:
+  """Returns --store as a URL.
+
+  Args:
+    new: whether its directory may still have to be made.
+
+  Raises:
+    ValueError: there is no such directory.
+  """
+  value = flags.FLAGS.store
+  if '://' in value or value.startswith('{'):
+    return value
+  path = pathlib.Path(value).resolve()
+  if not new and not path.is_dir():
+    raise ValueError(f'--store={value}: no such directory')
+  return f'file://{path}/'
+
+
 def stored_experiment(path: pathlib.Path) -> config.Experiment:
   """Returns the config of a run in a work directory.
 

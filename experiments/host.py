@@ -86,17 +86,6 @@ def chosen_key(key: str) -> str | None:
   return text
 
 
-def url() -> str:
-  """--store as a URL."""
-  store = absl_flags.FLAGS.store
-  if '://' in store or store.startswith('{'):
-    return store
-  path = pathlib.Path(store).resolve()
-  if not path.is_dir():
-    raise ValueError(f'--store={store}: no such directory')
-  return f'file://{path}/'
-
-
 def serve(opened, **settings) -> int:
   """Serves until Ctrl-C or SIGTERM.
 
@@ -117,7 +106,7 @@ def serve(opened, **settings) -> int:
   names = ('host', 'port', 'slots', 'max_waiting', 'context_tokens')
   names += ('swap', 'name', 'drain_seconds')
   asked = serving.Settings(
-      url=url(),
+      url=flags.store(),
       capture=pathlib.Path(values.capture),
       clock=time.time,
       **{name: values[name].value for name in names},

@@ -29,9 +29,7 @@ def main() -> int:
 
   values = absl_flags.FLAGS
   folder = pathlib.Path(values.folder).resolve()
-  url = values.store
-  if '://' not in url:
-    url = f'file://{pathlib.Path(url).resolve()}/'
+  url = flags.store(new=True)
   stored = conversion.model_of(folder, values.name or folder.name)
   total, active = map(progress.figure, params.count(stored.model))
   print(f'{stored.name}: {total} parameters, {active} active per token')

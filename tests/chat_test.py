@@ -215,13 +215,6 @@ class PromptTest(parameterized.TestCase):
           ),
       )
 
-  def test_parts_of_text_are_joined(self):
-    form = _format(QWEN)
-    parts = [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]
-    self.assertEqual(form.prompt([_user(parts)]), form.prompt([_user('a\nb')]))
-    with self.assertRaisesRegex(ValueError, 'is no text; send text only'):
-      form.prompt([_user([{'type': 'image_url', 'image_url': {}}])])
-
   @parameterized.parameters(QWEN, KIMI, LLAMA)
   def test_text_never_becomes_a_special_token(self, template):
     form = _format(template)

@@ -110,7 +110,11 @@ class BinaryTest(absltest.TestCase):
     self.assertIn('/system TEXT', done.stdout)
     self.assertRegex(done.stdout, r'\[version 0; \d+ tokens, \d+ tokens/s')
     self.assertEqual(done.stdout.count('[version'), 1)
-    for text in ('/task: needs --workdir', '/nope: no such command'):
+    for text in (
+        '/task: needs --workdir',
+        '/nope: no such command',
+        '/temperature x: want',
+    ):
       self.assertIn(text, done.stderr)
     self.assertNotIn('Traceback', done.stderr)
 

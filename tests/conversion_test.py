@@ -68,7 +68,7 @@ class ConversionTest(absltest.TestCase):
 
   def test_what_is_wrong_is_one_line_and_leaves_nothing(self):
     done = self._export('--version=7')
-    self.assertIn('version 7: not in', done.stderr)
+    self.assertIn('version 7: never published', done.stderr)
     self.assertFalse(self.folder.exists())
     self._export()
     tokenizer = self.folder / 'tokenizer.json'

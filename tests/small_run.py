@@ -46,6 +46,14 @@ def finished(arguments, **extra):
   )
 
 
+def replay(workdir):
+  """Replays a run from its ledger."""
+  cache = f'--compilation_cache={CACHE}'
+  return finished(
+      [*command('replay', workdir)[:3], f'--workdir={workdir}', cache]
+  )
+
+
 def kill_after(seconds, binary, workdir, *edits):
   """Starts a binary and kills it -9; returns True if it was still running."""
   with subprocess.Popen(

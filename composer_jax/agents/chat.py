@@ -128,10 +128,8 @@ def _unused(value: Any, count: int) -> list[str]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-  """A message as templates expect it: text content, arguments as objects."""
+  """A message as templates expect it: arguments as objects."""
   out = dict(message)
-  if isinstance(out.get('content'), Sequence):
-    out['content'] = tool_calls.text_of(out['content'])
   if out.get('tool_calls'):
     out['tool_calls'] = [_plain_call(call) for call in out['tool_calls']]
   return out
@@ -198,6 +196,10 @@ class ChatFormat:
       self, messages: Sequence[Message], tools: Sequence[Message] = ()
   ) -> list[int]:
     """The whole conversation, and what a reply begins with.
+
+    Args:
+      messages: as in the OpenAI API, contents as text.
+      tools: on offer, as there.
 
     Raises:
       ValueError: the template refuses the conversation.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 import json
 import re
@@ -52,23 +52,6 @@ def parsed(arguments: Any) -> Any:
       return arguments
     return value if isinstance(value, dict) else arguments
   return arguments
-
-
-def text_of(content: str | Sequence[Any]) -> str:
-  """Text of a message's content.
-
-  Raises:
-    ValueError: a part is something else, such as an image.
-  """
-  if isinstance(content, str):
-    return content
-  texts = []
-  for part in content:
-    text = part.get('text') if isinstance(part, Mapping) else None
-    if not isinstance(text, str):
-      raise ValueError(f'content: {part!r:.80} is no text; send text only')
-    texts.append(text)
-  return '\n'.join(texts)
 
 
 def _json_call(text: str) -> Call:

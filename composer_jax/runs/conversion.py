@@ -12,10 +12,9 @@ from composer_jax import trace
 from composer_jax.agents import chat
 from composer_jax.model import families
 from composer_jax.model import hf
+from composer_jax.runs import feed
 from composer_jax.runs import stored_model
-from composer_jax.weights import follow
 from composer_jax.weights import publish
-from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 
@@ -90,18 +89,9 @@ def export_folder(
   """
   stored = stored_model.read(url)
   families.family_of(stored.model)  # before anything is fetched
-  store = store_lib.Store(url)
-  link, _ = store.latest()
-  found = {at.version: m for at, m in store.history(link)} if link else {}
-  if link is not None and step is None:
-    step = link.version
-  if step not in found:
-    raise ValueError(
-        f'version {step}: not in {url}, which has {sorted(found) or "none"}'
-    )
-  named = follow.Follower(url, store=store).fetch(step)
+  version, named = feed.fetch(url, step)
   files = chat.write(
       stored.tokenizer, stored.template, stored.stop, stored.names
   )
   hf.save(folder, stored.model, named, files, stored.context_tokens)
-  return records.weight_version(found[step])
+  return version

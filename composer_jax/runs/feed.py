@@ -45,6 +45,37 @@ def stored_versions(url: str) -> set[int]:
   )
 
 
+def fetch(
+    url: str, step: int | None = None
+) -> tuple[trace.WeightVersion, dict[str, np.ndarray]]:
+  """Rebuilds a version from the store, verified.
+
+  Args:
+    url: of the weight store.
+    step: `WeightVersion.step` of the version; None for the newest.
+
+  Returns:
+    (version, its arrays by name).
+
+  Raises:
+    ValueError: it was never published there.
+    StoreError, FollowError: the store is damaged.
+  """
+  store = store_lib.Store(url)
+  link, _ = store.latest()
+  if link is None:
+    raise ValueError(f'{url}: no version has been published')
+  found = {at.version: m for at, m in store.history(link)}
+  step = link.version if step is None else step
+  if step not in found:
+    raise ValueError(
+        f'version {step}: never published in {url}, which has'
+        f' {len(found)} versions from {min(found)} to {max(found)}'
+    )
+  named = follow.Follower(url, store=store).fetch(step)
+  return records.weight_version(found[step]), named
+
+
 class WeightFeed:
   """Follows a store in the background and hands the newest version over.
 
@@ -140,30 +171,10 @@ class FixedFeed:
   """
 
   def __init__(self, url: str, step: int | None = None):
-    """Rebuilds a version from the store, verified.
-
-    Args:
-      url: of the weight store.
-      step: `WeightVersion.step` of the version; None for the newest.
-
-    Raises:
-      ValueError: it was never published there.
-      StoreError, FollowError: the store is damaged.
-    """
-    store = store_lib.Store(url)
-    link, _ = store.latest()
-    if link is None:
-      raise ValueError(f'{url}: no version has been published')
-    found = {at.version: m for at, m in store.history(link)}
-    step = link.version if step is None else step
-    if step not in found:
-      raise ValueError(
-          f'version {step}: never published in {url}, which has'
-          f' {len(found)} versions from {min(found)} to {max(found)}'
-      )
-    named = follow.Follower(url, store=store).fetch(step)
-    self.first = records.weight_version(found[step]), decode_params(named)
-    self.newest = step
+    """Takes a version; the arguments and errors are those of `fetch`."""
+    version, named = fetch(url, step)
+    self.first = version, decode_params(named)
+    self.newest = version.step
 
   def refresh(self) -> None:
     """Nothing newer, ever."""

@@ -112,6 +112,10 @@ class LowerTest(parameterized.TestCase):
         moe_ffn=64,
         router='sigmoid',
         shared_experts=1,
+        shared_gate=True,
+        qkv_bias=True,
+        qk_norm=True,
+        tied=True,
         dtype='bfloat16',
         kernels='triton',
     )

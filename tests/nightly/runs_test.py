@@ -270,15 +270,7 @@ class RunTest(absltest.TestCase):
     small_run.kill_after(40.0, 'rl', workdir, *edits)
     done = small_run.run('rl', workdir, *edits)
     self.assertEqual(done.returncode, 0, done.stderr)
-    done = small_run.finished(
-        [
-            sys.executable,
-            '-m',
-            'experiments.replay',
-            f'--workdir={workdir}',
-            f'--compilation_cache={small_run.CACHE}',
-        ]
-    )
+    done = small_run.replay(workdir)
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
     self.assertIn('12 steps and 96 rollouts replayed, 0 groups', done.stdout)
     self.assertIn('first difference: none', done.stdout)

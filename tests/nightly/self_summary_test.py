@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import sys
 
 from absl.testing import absltest
 from tests import small_run
@@ -50,15 +49,7 @@ class SummaryTest(absltest.TestCase):
     self.assertEqual(audit['max_abs_dlogp'], 0.0)
     self.assertEqual(audit['routing_differences'], 0)
     self.assertIn('Context of a rollout', (workdir / 'report.html').read_text())
-    done = small_run.finished(
-        [
-            sys.executable,
-            '-m',
-            'experiments.replay',
-            f'--workdir={workdir}',
-            f'--compilation_cache={small_run.CACHE}',
-        ]
-    )
+    done = small_run.replay(workdir)
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
     self.assertIn('first difference: none', done.stdout)
 
