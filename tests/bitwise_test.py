@@ -35,6 +35,13 @@ KINDS = {
     'softmax': {},
     'sigmoid': {'router': 'sigmoid', 'shared_experts': 1, 'routed_scale': 2.5},
     'dense': {'experts': 0, 'top_k': 0, 'shared_experts': 2},
+    'deepseek': {
+        'router': 'sigmoid',
+        'shared_experts': 1,
+        'expert_groups': 2,
+        'dense_layers': 1,
+        'dense_ffn': 48,
+    },
 }
 BATCHES = ((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1))
 
@@ -160,7 +167,7 @@ class BitwiseTest(parameterized.TestCase):
     check_decode_equals_trainer(dtype, 'softmax', *batch)
 
   @parameterized.product(
-      dtype=('float32', 'bfloat16'), kind=('sigmoid', 'dense')
+      dtype=('float32', 'bfloat16'), kind=('sigmoid', 'dense', 'deepseek')
   )
   def test_other_models_too(self, dtype, kind):
     check_decode_equals_trainer(dtype, kind, *BATCHES[2])

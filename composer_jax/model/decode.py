@@ -38,6 +38,20 @@ def init_pages(cfg: config.ModelConfig, count: int) -> Pages:
   return Pages(zeros(), zeros())
 
 
+def _layer(
+    params: params_lib.Params,
+    layer: int,
+    recorded: jax.Array,
+    cfg: config.ModelConfig,
+) -> tuple[params_lib.Layers, config.ModelConfig, jax.Array]:
+  """Weights of a layer, the model that it is of, and its routes [n K]."""
+  stack, i, of = params.layers, layer - cfg.dense_layers, cfg
+  if i < 0:
+    stack, i, of = params.dense_layers, layer, cfg.dense()
+    recorded = transformer.blank_routing(of, recorded.shape[0])
+  return jax.tree.map(lambda w: w[i], stack), of, recorded[:, i]
+
+
 def _forward(
     params: params_lib.Params,
     pages: Pages,
@@ -71,7 +85,7 @@ def _forward(
   page = jnp.where(positions < 0, pages.k[0].shape[0], page)
   new_k, new_v, chosen = [], [], []
   for layer in range(cfg.layers):
-    weights = jax.tree.map(lambda w, i=layer: w[i], params.layers)
+    weights, of, routes = _layer(params, layer, recorded, cfg)
 
     def paged(q, k, v, i=layer):
       put = lambda old, new: old.at[page, :, at % size].set(new, mode='drop')
@@ -79,10 +93,9 @@ def _forward(
       new_v.append(put(pages.v[i], v))
       return attend(q, new_k[i], new_v[i])
 
-    x, routed = transformer.block(
-        x, weights, angles, recorded[:, layer], paged, cfg
-    )
-    chosen.append(routed.experts)
+    x, routed = transformer.block(x, weights, angles, routes, paged, of)
+    if layer >= cfg.dense_layers:
+      chosen.append(routed.experts)
   routing = jnp.stack(chosen, axis=1).astype(trace.route_dtype(cfg.experts))
   return x, Pages(tuple(new_k), tuple(new_v)), routing
 

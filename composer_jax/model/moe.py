@@ -55,6 +55,8 @@ def route(
       renormalize=cfg.renormalize,
       scale=cfg.routed_scale,
       threshold=cfg.replay_threshold,
+      groups=cfg.expert_groups,
+      top_groups=cfg.top_groups,
       implementation=cfg.kernels,
   )
   return gates, Routing(experts, live, logits)

@@ -39,7 +39,7 @@ class Output(NamedTuple):
 def blank_routing(cfg: config.ModelConfig, *shape: int) -> jax.Array:
   """Routes [*shape L K] that leave every choice to the live router."""
   dtype = trace.route_dtype(cfg.experts)
-  full = (*shape, cfg.layers, cfg.top_k)
+  full = (*shape, cfg.moe_layers, cfg.top_k)
   return jnp.full(full, trace.blank_route(dtype), dtype)
 
 
@@ -150,15 +150,19 @@ def forward(
     )
     return out.reshape(b * t, *out.shape[2:])
 
-  def body(x, xs):
-    weights, recorded = xs
-    x, routed = block(x, weights, angles, recorded, attend, cfg)
-    return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
+  def run(x, layers, recorded, cfg):
+    def body(x, xs):
+      weights, recorded = xs
+      x, routed = block(x, weights, angles, recorded, attend, cfg)
+      return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
 
-  x, (experts, stats) = lax.scan(
-      body, x, (params.layers, layer_inputs(routing))
-  )
-  used = experts.transpose(1, 0, 2).reshape(b, t, cfg.layers, cfg.top_k)
+    return lax.scan(body, x, (layers, layer_inputs(recorded)))
+
+  if cfg.dense_layers:
+    dense = cfg.dense()
+    x, _ = run(x, params.dense_layers, blank_routing(dense, b, t), dense)
+  x, (experts, stats) = run(x, params.layers, routing, cfg)
+  used = experts.transpose(1, 0, 2).reshape(routing.shape)
   stats = RouterStats(jnp.mean(stats.balance), *(jnp.sum(s) for s in stats[1:]))
   return Output(
       x.reshape(b, t, -1), used.astype(trace.route_dtype(cfg.experts)), stats
