@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
+from composer_jax import rope
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
@@ -41,6 +42,14 @@ KINDS = {
         'expert_groups': 2,
         'dense_layers': 1,
         'dense_ffn': 48,
+        'kv_heads': 1,
+        'kv_latent': 24,
+        'q_latent': 20,
+        'rope_dim': 8,
+        'value_dim': 12,
+        'rope_scaling': rope.Yarn(
+            4.0, 32, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.8
+        ),
     },
 }
 BATCHES = ((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1))

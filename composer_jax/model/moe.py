@@ -74,7 +74,14 @@ def _shared(normed, w_in, w_out, w_gate, cfg):
 
 
 def _block(cfg, weights, x, attended, recorded=None):
-  wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
+  v_up, wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
+  if cfg.kv_latent:
+    attended = matmul.heads(
+        attended.reshape(-1, cfg.q_heads, cfg.kv_latent),
+        v_up,
+        dtype=cfg.dtype,
+        implementation=cfg.kernels,
+    ).reshape(-1, cfg.q_heads * cfg.value_dim)
   x = x.astype(jnp.float32) + matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
@@ -101,7 +108,8 @@ def layer(
     x: [n D], residual stream.
     attended: f32 [n N H], from the attention kernel.
     recorded: [n K] routes to replay, blank where none.
-    attention: gives the output projection.
+    attention: gives the output projection, of latent values after their heads'
+      own projection.
     weights: of one layer (no leading L).
     cfg: the model.
 
@@ -113,7 +121,11 @@ def layer(
   shared_in = weights.shared_in
   if shared_in is not None:
     shared_in = shared_in.reshape(d, -1)
+  v_up = attention.v_up
+  if v_up is not None:
+    v_up = v_up.transpose(1, 0, 2)
   small = (
+      wide(v_up),
       wide(attention.wo.reshape(-1, d)),
       weights.norm,
       weights.router,
