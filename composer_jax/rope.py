@@ -57,9 +57,9 @@ class Yarn:
         (
             *_window(self),
             (
-                0 < self.beta_slow < self.beta_fast,
+                0 < self.beta_slow <= self.beta_fast,
                 'beta_slow',
-                f'must be above 0 and below beta_fast={self.beta_fast}',
+                f'must be above 0, and at most beta_fast={self.beta_fast}',
             ),
             (self.mscale >= 0, 'mscale', 'must be at least 0'),
             (self.mscale_all_dim >= 0, 'mscale_all_dim', 'must be at least 0'),

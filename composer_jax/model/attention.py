@@ -105,7 +105,7 @@ def _project_latent(x, weights, angles, cfg):
       wide(weights.q_down),
       weights.q_latent_norm,
       wide(w_q.reshape(w_q.shape[0], -1)),
-      wide(weights.k_up.transpose(1, 2, 0)),
+      wide(weights.kv_up[..., : cfg.head_dim].transpose(1, 2, 0)),
       wide(weights.kv_down),
       weights.kv_latent_norm,
   )

@@ -121,9 +121,9 @@ def layer(
   shared_in = weights.shared_in
   if shared_in is not None:
     shared_in = shared_in.reshape(d, -1)
-  v_up = attention.v_up
+  v_up = attention.kv_up
   if v_up is not None:
-    v_up = v_up.transpose(1, 0, 2)
+    v_up = v_up[..., cfg.head_dim :].transpose(1, 0, 2)
   small = (
       wide(v_up),
       wide(attention.wo.reshape(-1, d)),

@@ -44,8 +44,8 @@ class Attention:
   q_up: jax.Array = _param('layers q_latent q_heads qk_dim')
   kv_down: jax.Array = _param('layers embed latent_rope')
   kv_latent_norm: jax.Array = _param('layers kv_latent', 'ones')
-  k_up: jax.Array = _param('layers kv_latent q_heads head_dim')
-  v_up: jax.Array = _param('layers kv_latent q_heads value_dim')
+  # Of keys, then of values.
+  kv_up: jax.Array = _param('layers kv_latent q_heads kv_dim')
 
 
 @struct.dataclass
@@ -84,8 +84,7 @@ class Params:
 _FAN_IN = {
     'attention/wo': ('q_heads', 'value_dim'),
     'attention/q_up': ('q_latent',),
-    'attention/k_up': ('kv_latent',),
-    'attention/v_up': ('kv_latent',),
+    'attention/kv_up': ('kv_latent',),
     'moe/w_out': ('moe_ffn',),
     'moe/shared_out': ('shared_ffn',),
 }
@@ -102,17 +101,12 @@ _OPTIONAL = (
     {'attention/bq', 'attention/bk', 'attention/bv'},
     {'attention/q_norm', 'attention/k_norm'},
     {'attention/q_down', 'attention/q_latent_norm', 'attention/q_up'},
-    {
-        'attention/kv_down',
-        'attention/kv_latent_norm',
-        'attention/k_up',
-        'attention/v_up',
-    },
+    {'attention/kv_down', 'attention/kv_latent_norm', 'attention/kv_up'},
 )
 
 _DENSE = 'dense_layers/'
 # Published in f32, and not rounded: it is added to scores that are compared.
-_EXACT = 'layers/moe/bias'
+EXACT = 'layers/moe/bias'
 
 
 def _sizes(cfg: config.ModelConfig, name: str) -> dict[str, int]:
@@ -133,6 +127,7 @@ def _sizes(cfg: config.ModelConfig, name: str) -> dict[str, int]:
       'kv_heads': cfg.kv_heads * (not latent),
       'q_dim': (cfg.head_dim + cfg.rope_dim) * (not cfg.q_latent),
       'qk_dim': cfg.head_dim + cfg.rope_dim,
+      'kv_dim': cfg.head_dim + cfg.value_dim,
       'value_dim': cfg.value_dim if latent else cfg.head_dim,
       'latent_rope': cfg.kv_latent + cfg.rope_dim,
       'q_bias': cfg.q_heads * cfg.qkv_bias,
@@ -232,7 +227,7 @@ def rounded(
   """The tensors after `to_bf16`, but for those that are published in f32."""
 
   def leaf(path, x):
-    return x if _name(path) == _EXACT else to_bf16(x)
+    return x if _name(path) == EXACT else to_bf16(x)
 
   return jax.tree_util.tree_map_with_path(leaf, params)
 
