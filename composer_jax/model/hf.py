@@ -22,14 +22,13 @@ from safetensors import numpy as safetensors_numpy
 from composer_jax import config
 from composer_jax.model import families
 from composer_jax.model import params as params_lib
+from composer_jax.model import pieces as pieces_lib
 
 CONFIG = 'config.json'
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 _SHARD_BYTES = 4 * 1024**3
 _NAMED = 4  # tensors that an error lists
-# Computed from the config; some old files hold them.
-_IGNORED = '.rotary_emb.inv_freq'
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def load(
   Args:
     folder: of the model.
     cfg: from its config.
-    dtype: of the result.
+    dtype: of the result, but for what is published in f32.
     ended: called after every tensor that is read.
 
   Returns:
@@ -72,17 +71,17 @@ def load(
       another shape; all that is wrong, in one line.
   """
   shapes = params_lib.names(params_lib.abstract(cfg))
-  out = {name: np.empty(s.shape, dtype) for name, s in shapes.items()}
-  pieces = {piece.published: piece for piece in families.pieces(cfg)}
+  out = {
+      name: np.empty(s.shape, np.float32 if name == params_lib.EXACT else dtype)
+      for name, s in shapes.items()
+  }
+  pieces = {piece.published: piece for piece in pieces_lib.of(cfg)}
   with contextlib.ExitStack() as stack:
     where = _files(folder, stack)
-    _check(folder, where, pieces, out)
+    _check(folder, cfg, where, pieces, out)
     for name, piece in pieces.items():
-      tensor = where[name].get_tensor(name)
       part = out[piece.name][piece.index]
-      if piece.rows is not None:
-        tensor = tensor.T
-      part[...] = tensor.reshape(part.shape)
+      part[...] = piece.part(where[name].get_tensor(name), part.shape)
       ended()
   return out
 
@@ -105,29 +104,25 @@ def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return found
 
 
-def _published_shape(piece: families.Piece, ours: Mapping[str, Any]):
-  part = ours[piece.name][piece.index]
-  if piece.rows is not None:
-    return part.size // piece.rows, piece.rows
-  return part.shape if piece.name == 'embedding' else (part.size,)
-
-
-def _check(folder, where, pieces, ours) -> None:
-  present = {n for n in where if not n.endswith(_IGNORED)}
+def _check(folder, cfg, where, pieces, ours) -> None:
+  extra = {
+      n
+      for n in where.keys() - pieces.keys()
+      if not pieces_lib.is_known(cfg, n)
+  }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
   }
   wrong = [
       f'{n} is {shape}, want {want}'
       for n, shape in shapes.items()
-      if shape != (want := _published_shape(pieces[n], ours))
+      if shape != (want := pieces[n].shape(_part(pieces[n], ours).shape))
   ]
   problems = [
       f'{kind} {len(names)}: {", ".join(sorted(names)[:_NAMED])}'
       for kind, names in (
-          ('missing', pieces.keys() - present),
-          # A head that is tied may be stored all the same.
-          ('unexpected', present - pieces.keys() - {'lm_head.weight'}),
+          ('missing', pieces.keys() - where.keys()),
+          ('unexpected', extra),
           ('of another shape', wrong),
       )
       if names
@@ -170,7 +165,7 @@ def save(
       name = _SINGLE
       if len(shards) > 1:
         name = f'model-{i:05}-of-{len(shards):05}.safetensors'
-      tensors = {n: _published(piece, named) for n, piece in names.items()}
+      tensors = {n: p.tensor(_part(p, named)) for n, p in names.items()}
       safetensors_numpy.save_file(tensors, scratch / name, {'format': 'pt'})
       weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
@@ -187,17 +182,14 @@ def save(
     raise
 
 
-def _published(piece: families.Piece, named) -> np.ndarray:
-  part = np.asarray(named[piece.name])[piece.index]
-  if piece.rows is not None:
-    return np.ascontiguousarray(part.reshape(piece.rows, -1).T)
-  return np.ascontiguousarray(part.reshape(_published_shape(piece, named)))
+def _part(piece: pieces_lib.Piece, named) -> np.ndarray:
+  return np.asarray(named[piece.name])[piece.index]
 
 
-def _shards(cfg, named, most) -> Iterator[dict[str, families.Piece]]:
+def _shards(cfg, named, most) -> Iterator[dict[str, pieces_lib.Piece]]:
   shard, size = {}, 0
-  for piece in families.pieces(cfg):
-    part = np.asarray(named[piece.name])[piece.index].nbytes
+  for piece in pieces_lib.of(cfg):
+    part = _part(piece, named).nbytes
     if shard and size + part > most:
       yield shard
       shard, size = {}, 0
