@@ -28,7 +28,7 @@ def rope_table(cfg: config.ModelConfig, length: int) -> np.ndarray:
   dims, amplitude = cfg.rope_dim or cfg.head_dim, 1.0
   if cfg.rope_scaling is None:
     half = np.arange(0, dims, 2, dtype=np.float64) / dims
-    speeds = cfg.rope_theta ** -half
+    speeds = cfg.rope_theta**-half
   else:
     speeds = np.array(cfg.rope_scaling.frequencies(cfg.rope_theta, dims))
     amplitude = cfg.rope_scaling.amplitude

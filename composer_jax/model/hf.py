@@ -106,9 +106,7 @@ def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 def _check(folder, cfg, where, pieces, ours) -> None:
   extra = {
-      n
-      for n in where.keys() - pieces.keys()
-      if not pieces_lib.is_known(cfg, n)
+      n for n in where.keys() - pieces.keys() if not pieces_lib.is_known(cfg, n)
   }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where

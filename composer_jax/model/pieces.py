@@ -132,9 +132,7 @@ def _grouped(cfg: config.ModelConfig) -> Iterator[Piece]:
     yield Piece('self_attn.k_norm.weight', 'attention/k_norm')
 
 
-def _after_attention(
-    cfg: config.ModelConfig, family: str
-) -> Iterator[Piece]:
+def _after_attention(cfg: config.ModelConfig, family: str) -> Iterator[Piece]:
   d = cfg.embed
   mixtral = family == 'mixtral'
   mlp = 'block_sparse_moe' if mixtral else 'mlp'
