@@ -21,10 +21,10 @@ KEY_CONFIGS = {
     ('bfloat16', 90): launch.Config({'ROWS': 64, 'KEYS': 64}, 8, 2),
 }
 WIDE_QUERY_CONFIGS = {
-    ('bfloat16', 90): launch.Config({'ROWS': 64, 'KEYS': 32}, 8, 1),
+    ('bfloat16', 90): launch.Config({'ROWS': 32, 'KEYS': 32}, 8, 1),
 }
 WIDE_KEY_CONFIGS = {
-    ('bfloat16', 90): launch.Config({'ROWS': 32, 'KEYS': 32}, 8, 1),
+    ('bfloat16', 90): launch.Config({'ROWS': 16, 'KEYS': 16}, 8, 1),
 }
 
 

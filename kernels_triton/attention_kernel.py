@@ -49,7 +49,7 @@ CONFIGS = {
     ('bfloat16', 90): _config(128, 64, 512, warps=8, stages=2),
 }
 WIDE_CONFIGS = {
-    ('bfloat16', 90): _config(64, 32, 512, warps=8, stages=1),
+    ('bfloat16', 90): _config(16, 32, 512, warps=8, stages=1),
 }
 _WIDE = 256  # columns of a value above which a tile has fewer rows
 _WIDEST = 512, 64  # columns of a value, and of a key after them
@@ -218,11 +218,16 @@ class Shape(NamedTuple):
       )
     table = tables[width > _WIDE]
     config = launch.config(table, q.dtype, implementation)
-    most = max(config.tiles['ROWS'] // contract.QUERY_ROWS, 1)
+    most = config.tiles['ROWS'] // contract.QUERY_ROWS
     group = q.shape[-2] // kv_heads
     fit = next(g for g in range(min(group, most), 0, -1) if group % g == 0)
     share = group // fit
     return cls(kv_heads * share, fit, share, width, tail), config
+
+  @property
+  def wide(self) -> bool:
+    """Values are so wide that a tile has fewer rows."""
+    return self.width > _WIDE
 
   def constants(self) -> dict[str, Any]:
     return {
@@ -265,9 +270,7 @@ def forward(
   """Attention f32 [B T N V], and the log of its softmax sums f32 [B T N]."""
   b, t, n, _ = q.shape
   tables = CONFIGS, WIDE_CONFIGS
-  shape, config = Shape.of(
-      q, k.shape[2], v.shape[3], tables, implementation
-  )
+  shape, config = Shape.of(q, k.shape[2], v.shape[3], tables, implementation)
   tokens = shape.tokens(config)
   return launch.call(
       forward_kernel,

@@ -15,6 +15,7 @@ MERGE_CONFIGS = {
     (dtype, 90): launch.Config({}, warps=4, stages=1)
     for dtype in ('float32', 'bfloat16')
 }
+WIDE_MERGE_CONFIGS = {('bfloat16', 90): launch.Config({}, warps=8, stages=1)}
 
 
 @triton.jit
@@ -188,6 +189,7 @@ def paged(
       PAGE=contract.KEY_BLOCK,
       **shape.constants(),
   )
+  merges = WIDE_MERGE_CONFIGS if shape.wide else MERGE_CONFIGS
   (out,) = launch.call(
       paged_merge_kernel,
       positions,
@@ -195,7 +197,7 @@ def paged(
       launch.size(splits),
       out=(kernel.spec((*q.shape[:-1], width)),),
       grid=(shape.heads, b),
-      config=launch.config(MERGE_CONFIGS, q.dtype, implementation),
+      config=launch.config(merges, q.dtype, implementation),
       implementation=implementation,
       Q=tokens,
       ROWS=triton.next_power_of_2(rows),
