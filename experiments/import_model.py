@@ -22,7 +22,7 @@ for _name in ('folder', 'store'):
 
 
 def main() -> int:
-  from composer_jax.model import families
+  from composer_jax.model import pieces
   from composer_jax.model import params
   from composer_jax.runs import conversion
   from composer_jax.runs import progress
@@ -33,7 +33,7 @@ def main() -> int:
   stored = conversion.model_of(folder, values.name or folder.name)
   total, active = map(progress.figure, params.count(stored.model))
   print(f'{stored.name}: {total} parameters, {active} active per token')
-  count = sum(1 for _ in families.pieces(stored.model))
+  count = sum(1 for _ in pieces.of(stored.model))
   done = itertools.count(1)
   with progress.Progress(count, 'tensor', label='read') as bar:
     version = conversion.publish_folder(

@@ -75,7 +75,10 @@ class ConversionTest(absltest.TestCase):
     fields = hf.read_config(self.folder)
     for change, text in (
         ({'vocab_size': 100}, 'not of the same model'),
-        ({'rope_scaling': {'type': 'yarn'}, 'rope_parameters': None}, 'yarn'),
+        (
+            {'rope_scaling': {'type': 'yarn'}, 'rope_parameters': None},
+            'no factor',
+        ),
         ({'num_hidden_layers': 3}, 'missing'),
     ):
       (self.folder / hf.CONFIG).write_text(json.dumps({**fields, **change}))

@@ -107,9 +107,10 @@ def _scaling(
     )
   if kind == 'default':
     return None
-  window = _get(fields, 'max_position_embeddings', 0)
-  tokens = angles.get('original_max_position_embeddings') or window
-  factor = angles.get('factor') or window / tokens
+  window = _get(fields, 'max_position_embeddings')
+  tokens = angles.get('original_max_position_embeddings')
+  factor = _get(angles, 'factor', *([window / tokens] if tokens else []))
+  tokens = tokens or window
   of, names = _SCALINGS[kind]
   more = {n: angles[n] for n in names if angles.get(n) is not None}
   real = {n: x if isinstance(x, bool) else float(x) for n, x in more.items()}

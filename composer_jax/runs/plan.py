@@ -90,7 +90,8 @@ def _model(cfg: config.Experiment) -> _Rows:
   m = cfg.model
   total, active = params_lib.count(m)
   yield 'parameters', f'{total:,} ({active:,} active per token)'
-  yield 'layers', f'{m.layers} of width {m.embed}, activations {m.dtype}'
+  dense = f', {m.dense_layers} dense at first' if m.dense_layers else ''
+  yield 'layers', f'{m.layers} of width {m.embed}{dense}, activations {m.dtype}'
   shared = f' and {m.shared_experts} shared' if m.shared_experts else ''
   yield 'experts', f'{m.experts} per layer, {m.top_k} per token{shared}'
   yield 'mesh', f'data={cfg.mesh.data} devices'
@@ -185,7 +186,8 @@ def _activation_bytes(cfg: config.Experiment) -> int:
   """What the backward pass of the largest micro-batch keeps, roughly."""
   m = cfg.model
   rows = max(rows * tokens for rows, tokens in _shapes(cfg).values())
-  width = 6 * m.embed + 4 * m.q_heads * m.head_dim + m.experts
+  head = m.kv_latent + m.rope_dim if m.kv_latent else m.head_dim
+  width = 6 * m.embed + 4 * m.q_heads * head + m.experts
   width += 4 * (m.top_k + m.shared_experts) * m.moe_ffn
   return 4 * rows * m.layers * width
 
