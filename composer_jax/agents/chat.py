@@ -235,8 +235,43 @@ class ChatFormat:
     ids = self._ids(rest, hidden)
     return ids[1:] if ended and ids[:1] and ids[0] in self.stop_ids else ids
 
-  def _render(self, messages, tools) -> tuple[str, dict[str, str]]:
-    """Returns (text, stand-ins in it -> special tokens that content spells)."""
+  def turn(
+      self, messages: Sequence[Message], tools: Sequence[Message], index: int
+  ) -> tuple[list[int], list[int]]:
+    """A recorded reply as a policy would have come to it.
+
+    Args:
+      messages: of the conversation; those behind the reply are not looked at.
+      tools: on offer.
+      index: of the reply.
+
+    Returns:
+      (ids of the prompt, ids of the reply with its stop token).
+
+    Raises:
+      ValueError: see `prompt`; or the template writes the reply in a way that
+        does not follow its prompt, or without a stop token.
+    """
+    messages = messages[: index + 1]
+    before, hidden = self._render(messages, tools, index)
+    after, _ = self._render(messages, tools)
+    if not after.startswith(before):
+      raise ValueError('chat template: the reply does not follow its prompt')
+    reply = self._ids(after[len(before) :], hidden)
+    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    if end is None:
+      raise ValueError('chat template: no stop token ends the reply')
+    return self._ids(before, hidden), reply[: end + 1]
+
+  def _render(
+      self, messages, tools, count: int | None = None
+  ) -> tuple[str, dict[str, str]]:
+    """Renders the first `count` messages, or all.
+
+    Returns:
+      (text, stand-ins in it -> special tokens that content spells), the same
+      stand-ins whatever the count.
+    """
     data = [list(map(_plain, messages)), list(tools)]
     spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
     hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
@@ -246,7 +281,7 @@ class ChatFormat:
       )
     try:
       text = self._template.render(
-          messages=data[0],
+          messages=data[0][:count],
           tools=data[1] or None,
           documents=None,
           add_generation_prompt=True,

@@ -26,6 +26,7 @@ from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
 TokenStats = batch_lib.TokenStats
+_UNBALANCED = config.Balancing()  # as in RL
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
@@ -171,7 +172,45 @@ def check_loss(loss: batch_lib.Loss) -> None:
   jax.eval_shape(functools.partial(_loss_of, loss), stats)
 
 
-@functools.partial(jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance'))
+def _router_loss(
+    sums: transformer.RouterStats,
+    here: jax.Array,
+    tokens: jax.Array,
+    cfg: config.ModelConfig,
+    balancing: config.Balancing,
+) -> tuple[jax.Array, batch_lib.Metrics]:
+  """Load balancing loss and z-loss, each a mean over layers.
+
+  The first is a product of means over one micro-batch, all devices together,
+  so it depends on how a step is cut, but on nothing else; a micro-batch weighs
+  by its tokens. The second is a mean over the tokens of the step.
+
+  Args:
+    sums: over the micro-batch.
+    here: f32 [], real tokens of the micro-batch.
+    tokens: f32 [], real tokens of the step.
+    cfg: the model.
+    balancing: weights.
+
+  Returns:
+    (loss of the step that this micro-batch adds f32 [], metrics).
+  """
+  slots = jnp.maximum(here * max(cfg.top_k, 1), 1.0)
+  per_layer = cfg.experts * jnp.sum(sums.probs * sums.load / slots, axis=1)
+  aux, squares = jnp.mean(per_layer), jnp.mean(sums.squares)
+  mean = batch_lib.Mean
+  metrics = {
+      'routing/balance': mean(aux, here),
+      'routing/z': mean(squares, here),
+      'routing/load': mean(sums.load, here),
+  }
+  tokens = jnp.maximum(tokens, 1.0)
+  return (balancing.aux * aux + balancing.z * squares) / tokens, metrics
+
+
+@functools.partial(
+    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
+)
 def gradients(
     params: params_lib.Params,
     batch: Batch,
@@ -180,7 +219,8 @@ def gradients(
     cfg: config.ModelConfig,
     loss: batch_lib.Loss,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
+    tokens: jax.Array | float = 1.0,
     reference: params_lib.Params | None = None,
 ) -> tuple[params_lib.Params, batch_lib.Metrics]:
   """Gradient of sum(mask * per_token) / denominator over one micro-batch.
@@ -196,8 +236,8 @@ def gradients(
     cfg: the model.
     loss: static; hashes by value.
     mesh: axis 'data' splits B.
-    balance: weight of the router balance term (Fedus et al., arXiv
-      2101.03961), per micro-batch; 0 in RL.
+    balancing: what is asked of the router; nothing in RL.
+    tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
@@ -207,12 +247,12 @@ def gradients(
     ValueError: the loss returns a wrong shape (at trace time).
   """
 
-  def local(params, batch, denominator, reference):
+  def local(params, batch, denominator, tokens, reference):
     def forward(params):
       logps, entropy, out = target_stats(params, batch, cfg)
-      return (logps, out.router_stats.balance), (entropy, out.router_stats)
+      return (logps, out.router_stats), entropy
 
-    (logps, balanced), vjp, (entropy, routers) = jax.vjp(
+    (logps, routers), vjp, entropy = jax.vjp(
         forward, rounded(params), has_aux=True
     )
     gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
@@ -235,29 +275,30 @@ def gradients(
     d_logps = lax.dynamic_slice_in_dim(
         d_every, lax.axis_index('data') * rows, rows
     )
-    share = jnp.full((), balance / mesh.size, jnp.float32)
-    (grads,) = vjp((d_logps, share))
-    grads, routers, balanced = lax.psum((grads, routers, balanced), 'data')
+    # Of sums over all devices: each adds its part of the same gradient.
+    routers = lax.psum(routers, 'data')
+    real = jnp.sum(whole.segments > 0).astype(jnp.float32)
+    d_routers, router_metrics = jax.grad(_router_loss, has_aux=True)(
+        routers, real, tokens, cfg, balancing
+    )
+    (grads,) = vjp((d_logps, d_routers))
+    grads = lax.psum(grads, 'data')
     mean = batch_lib.Mean
-    metrics |= _mismatch_metrics(whole, stats)
+    metrics |= router_metrics | _mismatch_metrics(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
-        'routing/blank': mean(
-            routers.blank,
-            cfg.layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
-        ),
-        'routing/balance': mean(balanced, jnp.asarray(float(mesh.size))),
+        'routing/blank': mean(routers.blank, cfg.layers * real),
     }
     return grads, metrics
 
   return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(P(), P('data'), P(), P()),
+      in_specs=(P(), P('data'), P(), P(), P()),
       out_specs=(P(), P()),
       check_vma=False,
-  )(params, batch, denominator, reference)
+  )(params, batch, denominator, jnp.asarray(tokens, jnp.float32), reference)
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -271,6 +312,32 @@ def apply_gradients(
   updates, opt_state = tx.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
   return batch_lib.TrainState(state.step + 1, params, opt_state)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _rebias(
+    state: batch_lib.TrainState, load: jax.Array, speed: float
+) -> batch_lib.TrainState:
+  """Moves every expert's bias by one step towards an equal load.
+
+  Args:
+    state: after the update, which leaves the biases alone: they have neither a
+      gradient nor weight decay.
+    load: f32 [L E], tokens of the whole step that each expert got.
+    speed: length of a step.
+  """
+  mean = jnp.mean(load, axis=1, keepdims=True)
+  layers = state.params.layers
+  bias = layers.moe.bias + speed * jnp.sign(mean - load)
+  layers = layers.replace(moe=layers.moe.replace(bias=bias))
+  return state.replace(params=state.params.replace(layers=layers))
+
+
+def _max_load(load: np.ndarray) -> float:
+  """Tokens of the busiest expert of any layer over those of an average one."""
+  if not load.size:
+    return 0.0
+  return float((load / np.maximum(load.mean(1, keepdims=True), 1e-9)).max())
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -287,7 +354,7 @@ def train_step(
     loss: batch_lib.Loss,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
     reference: params_lib.Params | None = None,
     on_nonfinite: Callable[[Batch], str] | None = None,
 ) -> tuple[batch_lib.TrainState, dict[str, float]]:
@@ -302,7 +369,7 @@ def train_step(
     loss: what to minimise.
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
-    balance: weight of the router balance term.
+    balancing: what is asked of the router.
     reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
@@ -314,6 +381,7 @@ def train_step(
   """
   rows = NamedSharding(mesh, P('data'))
   z = jnp.asarray(denominator, jnp.float32)
+  tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
     batch = jax.device_put(batch, rows)
@@ -324,7 +392,8 @@ def train_step(
         cfg=cfg,
         loss=loss,
         mesh=mesh,
-        balance=balance,
+        balancing=balancing,
+        tokens=tokens,
         reference=reference,
     )
     if not np.isfinite(jax.device_get(m['loss'].total)):
@@ -343,8 +412,12 @@ def train_step(
         f' finite; last batch: {where}'
     )
   state = apply_gradients(state, grads, tx=tx)
+  load = metrics.pop('routing/load').total
+  if balancing.bias_speed:
+    state = _rebias(state, load, balancing.bias_speed)
   metrics = jax.device_get(metrics)
   figures = {k: float(v.value()) for k, v in metrics.items()}
+  figures['routing/max_load'] = _max_load(np.asarray(load))
   return state, figures | {'grad_norm': norm}
 
 
@@ -383,5 +456,5 @@ def score(
 
 def compilations() -> int:
   """Programs compiled so far for training steps and scores."""
-  jitted = (gradients, apply_gradients, score, _norm, _add, _merge)
+  jitted = (gradients, apply_gradients, score, _rebias, _norm, _add, _merge)
   return sum(f._cache_size() for f in jitted)  # pylint: disable=protected-access
