@@ -312,7 +312,9 @@ def _by_source(run: data.Run, phases: list[str]) -> list[cards.Card]:
           'On the held-out documents of this source alone.',
           charts.lines(
               [
-                  charts.Series(data.phase_name(p), *run.series(p, name), color=color)
+                  charts.Series(
+                      data.phase_name(p), *run.series(p, name), color=color
+                  )
                   for color, p in enumerate(phases)
               ],
               x_label='step',
@@ -329,7 +331,9 @@ def _pretraining(run: data.Run) -> list[cards.Card]:
 
   def draw(key, label, low):
     series = [
-        charts.Series(data.phase_name(phase), *run.series(phase, key), color=color)
+        charts.Series(
+            data.phase_name(phase), *run.series(phase, key), color=color
+        )
         for color, phase in enumerate(phases)
     ]
     return charts.lines(series, x_label='step', y_label=label, low=low)

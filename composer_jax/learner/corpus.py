@@ -100,9 +100,7 @@ def load(cfg: config.CorpusConfig) -> Corpus:
         ' needed (one is held out), so set another path, suffix or max_bytes'
     )
   heldout = {
-      d.name
-      for d in documents
-      if is_heldout(d.name, cfg.heldout_fraction)
+      d.name for d in documents if is_heldout(d.name, cfg.heldout_fraction)
   }
   by_split = sorted((d.name for d in documents), key=_split_key)
   if not heldout:

@@ -50,7 +50,9 @@ def deal(
   have = dict(given)
   first = sum(have.values()) + 1
   for count in range(first, first + rows):
-    behind = max(whole, key=lambda name: whole[name] * count - total * have[name])
+    behind = max(
+        whole, key=lambda name: whole[name] * count - total * have[name]
+    )
     have[behind] += 1
   return {name: have[name] - given[name] for name in weights}
 
@@ -79,7 +81,9 @@ class Mixture:
     Returns:
       Documents, and the cursors behind them.
     """
-    cursors = {name: cursors.get(name, stream.Cursor()) for name in self.weights}
+    cursors = {
+        name: cursors.get(name, stream.Cursor()) for name in self.weights
+    }
     given = {name: cursor.rows for name, cursor in cursors.items()}
     documents = []
     for name, share in deal(self.weights, given, rows).items():

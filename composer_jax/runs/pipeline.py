@@ -40,6 +40,7 @@ from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
   """What the stages share.

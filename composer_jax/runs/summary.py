@@ -60,9 +60,7 @@ def _ends(records, name: str) -> dict[str, float]:
   return {'before': values[0], 'after': values[-1]}
 
 
-def _seconds(
-    records: Records, phases: Sequence[str]
-) -> dict[str, float]:
+def _seconds(records: Records, phases: Sequence[str]) -> dict[str, float]:
   """Wall time per stage, from the clock of the records."""
 
   def last(*phases):
