@@ -6,14 +6,19 @@ anything is read, and a folder is complete or not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import functools
 import json
+import math
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -28,6 +33,7 @@ _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 _SHARD_BYTES = 4 * 1024**3
 _NAMED = 4  # tensors that an error lists
+_EVERY = slice(None)
 # Computed from the config; some old files hold them.
 _IGNORED = '.rotary_emb.inv_freq'
 
@@ -50,41 +56,161 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return fields
 
 
+class Reader:
+  """The tensors of a folder as parts of ours; a context manager.
+
+  Everything is checked when it is opened. A part is read by the byte ranges of
+  its files, so a process of a large job touches no more than its own shards.
+  """
+
+  def __init__(self, folder: pathlib.Path, cfg: config.ModelConfig):
+    """Opens a model.
+
+    Args:
+      folder: of the model.
+      cfg: from its config.
+
+    Raises:
+      ValueError: files are missing or cut, or tensors missing, unexpected or
+        of another shape; all that is wrong, in one line.
+    """
+    self.shapes: Mapping[str, tuple[int, ...]] = {
+        name: leaf.shape
+        for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
+    }
+    self._pieces = collections.defaultdict(list)
+    pieces = list(families.pieces(cfg))
+    for piece in pieces:
+      self._pieces[piece.name].append(piece)
+    with contextlib.ExitStack() as stack:
+      self._where = _files(folder, stack)
+      _check(folder, self._where, pieces, self.shapes)
+      self._stack = stack.pop_all()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._stack.close()
+
+  def part(
+      self, name: str, index: tuple[slice, ...] | None = None, dtype: Any = None
+  ) -> np.ndarray:
+    """Reads a part of one of our tensors.
+
+    Args:
+      name: of our tensor.
+      index: a range without a step for every axis; None: all of it.
+      dtype: of the result; None: bf16.
+    """
+    shape = self.shapes[name]
+    ranges = [
+        range(*s.indices(n))
+        for s, n in zip(index or [slice(None)] * len(shape), shape, strict=True)
+    ]
+    out = np.empty([len(r) for r in ranges], dtype or ml_dtypes.bfloat16)
+    for piece in self._pieces[name]:
+      at = [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+      held = [i == _EVERY or i in r for i, r in zip(at, ranges, strict=True)]
+      if all(held):
+        inside = tuple(
+            i if i == _EVERY else i - r.start
+            for i, r in zip(at, ranges, strict=True)
+        )
+        axes = [n for n, i in enumerate(at) if i == _EVERY]
+        out[inside] = self._read(
+            piece, [shape[n] for n in axes], [ranges[n] for n in axes]
+        )
+    return out
+
+  def _read(
+      self, piece: families.Piece, shape: list[int], ranges: list[range]
+  ) -> np.ndarray:
+    """Ranges of the axes that are left of a part of this shape."""
+    file = self._where[piece.published].get_slice(piece.published)
+    if piece.rows is None:
+      if len(file.get_shape()) > 1:
+        return file[tuple(_slice(r) for r in ranges)]
+      return file[:].reshape(shape)[tuple(_slice(r) for r in ranges)]
+    # The first axis of each side of the matrix is cut in the file.
+    left = 1
+    while math.prod(shape[:left]) < piece.rows:
+      left += 1
+    sides = (slice(0, left), slice(left, len(shape)))
+    cuts, sizes = [], []
+    for side in sides:
+      step = math.prod(shape[side][1:])
+      first = ranges[side][0]
+      cuts.append(slice(first.start * step, first.stop * step))
+      sizes += [len(first), *shape[side][1:]]
+    tensor = file[cuts[1], cuts[0]].T.reshape(sizes)
+    return tensor[
+        tuple(
+            slice(None) if n in (0, left) else _slice(r)
+            for n, r in enumerate(ranges)
+        )
+    ]
+
+
+def _slice(r: range) -> slice:
+  return slice(r.start, r.stop)
+
+
 def load(
     folder: pathlib.Path,
     cfg: config.ModelConfig,
     dtype: Any = ml_dtypes.bfloat16,
-    ended: Callable[[], None] = lambda: None,
+    read: Callable[[int], None] = lambda count: None,
 ) -> dict[str, np.ndarray]:
-  """Reads a model's tensors.
+  """Reads a whole model.
 
   Args:
     folder: of the model.
     cfg: from its config.
     dtype: of the result.
-    ended: called after every tensor that is read.
+    read: told how many parameters have been read, after every tensor of ours.
 
   Returns:
     Our names -> arrays, as `params.from_names` takes them.
 
   Raises:
-    ValueError: files are missing or cut, or tensors missing, unexpected or of
-      another shape; all that is wrong, in one line.
+    ValueError: see `Reader`.
   """
-  shapes = params_lib.names(params_lib.abstract(cfg))
-  out = {name: np.empty(s.shape, dtype) for name, s in shapes.items()}
-  pieces = {piece.published: piece for piece in families.pieces(cfg)}
-  with contextlib.ExitStack() as stack:
-    where = _files(folder, stack)
-    _check(folder, where, pieces, out)
-    for name, piece in pieces.items():
-      tensor = where[name].get_tensor(name)
-      part = out[piece.name][piece.index]
-      if piece.rows is not None:
-        tensor = tensor.T
-      part[...] = tensor.reshape(part.shape)
-      ended()
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name in reader.shapes:
+      out[name] = reader.part(name, dtype=dtype)
+      read(out[name].size)
   return out
+
+
+def load_sharded(
+    folder: pathlib.Path,
+    cfg: config.ModelConfig,
+    shardings: params_lib.Params,
+    dtype: Any = jnp.float32,
+    read: Callable[[int], None] = lambda count: None,
+) -> params_lib.Params:
+  """Reads a model onto a mesh; every process reads its own shards only.
+
+  Args:
+    folder: of the model.
+    cfg: from its config.
+    shardings: of every tensor.
+    dtype: of the result, such as f32 for masters.
+    read: told how many parameters have been read, after every tensor of ours.
+
+  Raises:
+    ValueError: see `Reader`.
+  """
+  named = params_lib.names(shardings)
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name, shape in reader.shapes.items():
+      part = functools.partial(reader.part, name, dtype=dtype)
+      out[name] = jax.make_array_from_callback(shape, named[name], part)
+      read(out[name].size)
+  return params_lib.from_names(out)
 
 
 def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -105,14 +231,18 @@ def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return found
 
 
-def _published_shape(piece: families.Piece, ours: Mapping[str, Any]):
-  part = ours[piece.name][piece.index]
+def _published_shape(piece: families.Piece, shape: Sequence[int]):
+  """Of a tensor, from the shape of all of ours that it is a part of."""
+  at = [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+  part = tuple(n for n, i in zip(shape, at, strict=True) if i == _EVERY)
+  size = math.prod(part)
   if piece.rows is not None:
-    return part.size // piece.rows, piece.rows
-  return part.shape if piece.name == 'embedding' else (part.size,)
+    return size // piece.rows, piece.rows
+  return part if piece.name == 'embedding' else (size,)
 
 
-def _check(folder, where, pieces, ours) -> None:
+def _check(folder, where, every, ours) -> None:
+  pieces = {piece.published: piece for piece in every}
   present = {n for n in where if not n.endswith(_IGNORED)}
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
@@ -120,7 +250,7 @@ def _check(folder, where, pieces, ours) -> None:
   wrong = [
       f'{n} is {shape}, want {want}'
       for n, shape in shapes.items()
-      if shape != (want := _published_shape(pieces[n], ours))
+      if shape != (want := _published_shape(pieces[n], ours[pieces[n].name]))
   ]
   problems = [
       f'{kind} {len(names)}: {", ".join(sorted(names)[:_NAMED])}'
@@ -191,7 +321,9 @@ def _published(piece: families.Piece, named) -> np.ndarray:
   part = np.asarray(named[piece.name])[piece.index]
   if piece.rows is not None:
     return np.ascontiguousarray(part.reshape(piece.rows, -1).T)
-  return np.ascontiguousarray(part.reshape(_published_shape(piece, named)))
+  return np.ascontiguousarray(
+      part.reshape(_published_shape(piece, named[piece.name].shape))
+  )
 
 
 def _shards(cfg, named, most) -> Iterator[dict[str, families.Piece]]:

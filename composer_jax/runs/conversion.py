@@ -50,7 +50,7 @@ def publish_folder(
     url: str,
     stored: stored_model.StoredModel,
     incarnation: str,
-    ended: Callable[[], None] = lambda: None,
+    read: Callable[[int], None] = lambda count: None,
 ) -> trace.WeightVersion:
   """Makes a model the first version of a new store.
 
@@ -59,7 +59,7 @@ def publish_folder(
     url: of the store.
     stored: from `model_of`.
     incarnation: unique name of this writer.
-    ended: called after every tensor that is read.
+    read: told how many parameters have been read, after every tensor.
 
   Raises:
     ValueError: the store has versions already, or the folder is damaged.
@@ -67,7 +67,7 @@ def publish_folder(
   link, _ = store_lib.Store(url).latest()
   if link is not None:
     raise ValueError(f'{url}: has versions already; name a new store')
-  named = hf.load(folder, stored.model, ended=ended)
+  named = hf.load(folder, stored.model, read=read)
   stored_model.write(url, stored)
   publisher = publish.Publisher(url, config.WeightsConfig(), incarnation)
   return publisher.publish(0, named).version
