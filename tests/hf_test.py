@@ -223,7 +223,7 @@ class FolderTest(parameterized.TestCase):
     rules = {'embed': 'a', 'experts': 'b', 'vocab': 'b', 'layers': None}
     shardings = jax.tree.map(
         lambda spec: jax.sharding.NamedSharding(mesh, spec),
-        params_lib.pspecs(_SMALL, rules),
+        params_lib.pspecs(params_lib.abstract(_SMALL), rules),
     )
     params = hf.load_sharded(self.folder, _SMALL, shardings, jnp.bfloat16)
     for name, leaf in params_lib.names(params).items():

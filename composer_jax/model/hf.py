@@ -61,6 +61,10 @@ class Reader:
 
   Everything is checked when it is opened. A part is read by the byte ranges of
   its files, so a process of a large job touches no more than its own shards.
+
+  Attributes:
+    files: those with weights.
+    shapes: of our tensors.
   """
 
   def __init__(self, folder: pathlib.Path, cfg: config.ModelConfig):
@@ -82,8 +86,9 @@ class Reader:
     pieces = list(families.pieces(cfg))
     for piece in pieces:
       self._pieces[piece.name].append(piece)
+    self.files = _shard_files(folder)
     with contextlib.ExitStack() as stack:
-      self._where = _files(folder, stack)
+      self._where = _open(self.files, stack)
       _check(folder, self._where, pieces, self.shapes)
       self._stack = stack.pop_all()
 
@@ -213,16 +218,21 @@ def load_sharded(
   return params_lib.from_names(out)
 
 
-def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it."""
+def _shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
   index = folder / _INDEX
-  names = [_SINGLE]
+  names = {_SINGLE}
   if index.is_file():
     weight_map = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    names = sorted(set(weight_map.values()))
+    names = set(weight_map.values())
+  return [folder / name for name in sorted(names)]
+
+
+def _open(
+    files: Sequence[pathlib.Path], stack: contextlib.ExitStack
+) -> dict[str, Any]:
+  """Tensor name -> the open file that holds it."""
   found = {}
-  for name in names:
-    path = folder / name
+  for path in files:
     try:
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except (OSError, safetensors.SafetensorError) as e:
