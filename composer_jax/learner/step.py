@@ -122,7 +122,7 @@ def restart(
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
   """Masters as the rollout side sees them: bf16 values held in f32."""
-  return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
+  return params_lib.rounded(params, lambda x: lax.reduce_precision(x, 8, 7))
 
 
 def target_stats(params, batch: Batch, cfg):
@@ -256,7 +256,7 @@ def gradients(
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
         'routing/blank': mean(
             routers.blank,
-            cfg.layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
+            cfg.moe_layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
         ),
         'routing/balance': mean(balanced, jnp.asarray(float(shards))),
     }

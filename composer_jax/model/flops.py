@@ -16,7 +16,9 @@ def forward(cfg: config.ModelConfig, context_tokens: float) -> float:
   _, active = params_lib.count(cfg)
   if not cfg.tied:
     active -= cfg.vocab * cfg.embed  # looked up, not multiplied
-  attention = cfg.layers * cfg.q_heads * 2 * cfg.head_dim
+  # Latent attention is computed in its latent space, which is wider.
+  widths = 2 * (cfg.kv_latent or cfg.head_dim) + cfg.rope_dim
+  attention = cfg.layers * cfg.q_heads * widths
   return 2 * active + 2 * attention * context_tokens
 
 

@@ -27,6 +27,7 @@ from safetensors import numpy as safetensors_numpy
 from composer_jax import config
 from composer_jax.model import families
 from composer_jax.model import params as params_lib
+from composer_jax.model import pieces as pieces_lib
 
 CONFIG = 'config.json'
 _INDEX = 'model.safetensors.index.json'
@@ -34,8 +35,6 @@ _SINGLE = 'model.safetensors'
 _SHARD_BYTES = 4 * 1024**3
 _NAMED = 4  # tensors that an error lists
 _EVERY = slice(None)
-# Computed from the config; some old files hold them.
-_IGNORED = '.rotary_emb.inv_freq'
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -83,13 +82,13 @@ class Reader:
         for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
     }
     self._pieces = collections.defaultdict(list)
-    pieces = list(families.pieces(cfg))
+    pieces = list(pieces_lib.of(cfg))
     for piece in pieces:
       self._pieces[piece.name].append(piece)
     self.files = _shard_files(folder)
     with contextlib.ExitStack() as stack:
       self._where = _open(self.files, stack)
-      _check(folder, self._where, pieces, self.shapes)
+      _check(folder, cfg, self._where, pieces, self.shapes)
       self._stack = stack.pop_all()
 
   def __enter__(self) -> Self:
@@ -106,16 +105,18 @@ class Reader:
     Args:
       name: of our tensor.
       index: a range without a step for every axis; None: all of it.
-      dtype: of the result; None: bf16.
+      dtype: of the result, but for what is published in f32; None: bf16.
     """
     shape = self.shapes[name]
     ranges = [
         range(*s.indices(n))
         for s, n in zip(index or [slice(None)] * len(shape), shape, strict=True)
     ]
+    if name == params_lib.EXACT:
+      dtype = np.float32
     out = np.empty([len(r) for r in ranges], dtype or ml_dtypes.bfloat16)
     for piece in self._pieces[name]:
-      at = [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+      at = _index(piece, shape)
       held = [i == _EVERY or i in r for i, r in zip(at, ranges, strict=True)]
       if all(held):
         inside = tuple(
@@ -129,7 +130,7 @@ class Reader:
     return out
 
   def _read(
-      self, piece: families.Piece, shape: list[int], ranges: list[range]
+      self, piece: pieces_lib.Piece, shape: list[int], ranges: list[range]
   ) -> np.ndarray:
     """Ranges of the axes that are left of a part of this shape."""
     file = self._where[piece.published].get_slice(piece.published)
@@ -137,23 +138,21 @@ class Reader:
       if len(file.get_shape()) > 1:
         return file[tuple(_slice(r) for r in ranges)]
       return file[:].reshape(shape)[tuple(_slice(r) for r in ranges)]
-    # The first axis of each side of the matrix is cut in the file.
     left = 1
     while math.prod(shape[:left]) < piece.rows:
       left += 1
-    sides = (slice(0, left), slice(left, len(shape)))
-    cuts, sizes = [], []
-    for side in sides:
-      step = math.prod(shape[side][1:])
-      first = ranges[side][0]
-      cuts.append(slice(first.start * step, first.stop * step))
-      sizes += [len(first), *shape[side][1:]]
-    tensor = file[cuts[1], cuts[0]].T.reshape(sizes)
-    return tensor[
-        tuple(
-            slice(None) if n in (0, left) else _slice(r)
-            for n, r in enumerate(ranges)
-        )
+    # The first axis of each side of the matrix is cut in the file, unless its
+    # columns come in another order.
+    cut = {0, left} - ({len(shape) - 1} if piece.turned else set())
+    sizes = [len(r) if n in cut else shape[n] for n, r in enumerate(ranges)]
+    cuts = []
+    for first, end in ((0, left), (left, len(shape))):
+      step = math.prod(shape[first + 1 : end])
+      r = ranges[first] if first in cut else range(shape[first])
+      cuts.append(slice(r.start * step, r.stop * step))
+    part = piece.part(file[cuts[1], cuts[0]], tuple(sizes))
+    return part[
+        tuple(_EVERY if n in cut else _slice(r) for n, r in enumerate(ranges))
     ]
 
 
@@ -172,7 +171,7 @@ def load(
   Args:
     folder: of the model.
     cfg: from its config.
-    dtype: of the result.
+    dtype: of the result, but for what is published in f32.
     read: told how many parameters have been read, after every tensor of ours.
 
   Returns:
@@ -241,19 +240,23 @@ def _open(
   return found
 
 
-def _published_shape(piece: families.Piece, shape: Sequence[int]):
+def _index(piece: pieces_lib.Piece, shape: Sequence[int]) -> list[Any]:
+  """Of a part, for all axes of all of our tensor."""
+  return [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+
+
+def _published_shape(piece: pieces_lib.Piece, shape: Sequence[int]):
   """Of a tensor, from the shape of all of ours that it is a part of."""
-  at = [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+  at = _index(piece, shape)
   part = tuple(n for n, i in zip(shape, at, strict=True) if i == _EVERY)
-  size = math.prod(part)
-  if piece.rows is not None:
-    return size // piece.rows, piece.rows
-  return part if piece.name == 'embedding' else (size,)
+  return piece.shape(part)
 
 
-def _check(folder, where, every, ours) -> None:
+def _check(folder, cfg, where, every, ours) -> None:
   pieces = {piece.published: piece for piece in every}
-  present = {n for n in where if not n.endswith(_IGNORED)}
+  extra = {
+      n for n in where.keys() - pieces.keys() if not pieces_lib.is_known(cfg, n)
+  }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
   }
@@ -265,9 +268,8 @@ def _check(folder, where, every, ours) -> None:
   problems = [
       f'{kind} {len(names)}: {", ".join(sorted(names)[:_NAMED])}'
       for kind, names in (
-          ('missing', pieces.keys() - present),
-          # A head that is tied may be stored all the same.
-          ('unexpected', present - pieces.keys() - {'lm_head.weight'}),
+          ('missing', pieces.keys() - where.keys()),
+          ('unexpected', extra),
           ('of another shape', wrong),
       )
       if names
@@ -310,7 +312,7 @@ def save(
       name = _SINGLE
       if len(shards) > 1:
         name = f'model-{i:05}-of-{len(shards):05}.safetensors'
-      tensors = {n: _published(piece, named) for n, piece in names.items()}
+      tensors = {n: p.tensor(_part(p, named)) for n, p in names.items()}
       safetensors_numpy.save_file(tensors, scratch / name, {'format': 'pt'})
       weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
@@ -327,19 +329,14 @@ def save(
     raise
 
 
-def _published(piece: families.Piece, named) -> np.ndarray:
-  part = np.asarray(named[piece.name])[piece.index]
-  if piece.rows is not None:
-    return np.ascontiguousarray(part.reshape(piece.rows, -1).T)
-  return np.ascontiguousarray(
-      part.reshape(_published_shape(piece, named[piece.name].shape))
-  )
+def _part(piece: pieces_lib.Piece, named) -> np.ndarray:
+  return np.asarray(named[piece.name])[piece.index]
 
 
-def _shards(cfg, named, most) -> Iterator[dict[str, families.Piece]]:
+def _shards(cfg, named, most) -> Iterator[dict[str, pieces_lib.Piece]]:
   shard, size = {}, 0
-  for piece in families.pieces(cfg):
-    part = np.asarray(named[piece.name])[piece.index].nbytes
+  for piece in pieces_lib.of(cfg):
+    part = _part(piece, named).nbytes
     if shard and size + part > most:
       yield shard
       shard, size = {}, 0

@@ -40,7 +40,7 @@ class Output(NamedTuple):
 def blank_routing(cfg: config.ModelConfig, *shape: int) -> jax.Array:
   """Routes [*shape L K] that leave every choice to the live router."""
   dtype = trace.route_dtype(cfg.experts)
-  full = (*shape, cfg.layers, cfg.top_k)
+  full = (*shape, cfg.moe_layers, cfg.top_k)
   return jnp.full(full, trace.blank_route(dtype), dtype)
 
 
@@ -154,19 +154,24 @@ def forward(
     )
     return out.reshape(b * t, *out.shape[2:])
 
-  def body(x, xs):
-    weights, recorded = xs
-    weights = sharding.whole(weights, specs.layers, skip=1)
-    x, routed = block(x, weights, angles, recorded, attend, cfg)
-    return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
+  def run(x, layers, specs, recorded, cfg):
+    def body(x, xs):
+      weights, recorded = xs
+      weights = sharding.whole(weights, specs, skip=1)
+      x, routed = block(x, weights, angles, recorded, attend, cfg)
+      return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
 
-  # A layer that is gathered would be kept whole for the backward pass.
-  if cfg.remat or sharding.size(sharding.FSDP) > 1:
-    body = jax.checkpoint(body, prevent_cse=False)
-  x, (experts, stats) = lax.scan(
-      body, x, (params.layers, layer_inputs(routing))
-  )
-  used = experts.transpose(1, 0, 2).reshape(b, t, cfg.layers, cfg.top_k)
+    # A layer that is gathered would be kept whole for the backward pass.
+    if cfg.remat or sharding.size(sharding.FSDP) > 1:
+      body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, (layers, layer_inputs(recorded)))
+
+  if cfg.dense_layers:
+    dense = cfg.dense()
+    blank = blank_routing(dense, b, t)
+    x, _ = run(x, params.dense_layers, specs.dense_layers, blank, dense)
+  x, (experts, stats) = run(x, params.layers, specs.layers, routing, cfg)
+  used = experts.transpose(1, 0, 2).reshape(routing.shape)
   stats = RouterStats(jnp.mean(stats.balance), *(jnp.sum(s) for s in stats[1:]))
   return Output(
       x.reshape(b, t, -1), used.astype(trace.route_dtype(cfg.experts)), stats

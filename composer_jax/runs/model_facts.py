@@ -83,7 +83,10 @@ def _architecture(cfg: config.ModelConfig) -> dict[str, str]:
   out = {
       'layers': f'{cfg.layers} of width {cfg.embed}',
       'attention': (
-          f'{cfg.q_heads} query and {cfg.kv_heads} key heads of {cfg.head_dim}'
+          f'{cfg.q_heads} heads of {cfg.head_dim} on a latent of'
+          f' {cfg.kv_latent}, {cfg.rope_dim} more rotate'
+          if cfg.kv_latent
+          else f'{cfg.q_heads} query, {cfg.kv_heads} key heads of {cfg.head_dim}'
       ),
       'rope theta': f'{cfg.rope_theta:g}',
   }
@@ -94,6 +97,10 @@ def _architecture(cfg: config.ModelConfig) -> dict[str, str]:
         f'{cfg.experts} of width {cfg.moe_ffn}, {cfg.top_k} per token{shared}'
     )
     out['router'] = f'{cfg.router}, gates {gates} x {cfg.routed_scale:g}'
+    if cfg.dense_layers:
+      out['first layers'] = (
+          f'{cfg.dense_layers} dense, of width {cfg.dense_ffn}'
+      )
   if yes:
     out['besides'] = ', '.join(yes)
   return out
