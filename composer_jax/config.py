@@ -241,13 +241,85 @@ class CorpusConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class PhaseConfig:
-  """Next-token training on packed rows; shared by mid-training and warm-up."""
+class ShardsConfig:
+  """A source of documents that `experiments.tokenize` wrote."""
 
+  name: str  # for `PhaseConfig.mix`
+  path: str
+  heldout_bytes: int = 1_000_000  # of text that it is measured on, at most
+
+  def __post_init__(self):
+    _require(self.heldout_bytes >= 0, self, 'heldout_bytes', 'must be >= 0')
+
+
+@dataclasses.dataclass(frozen=True)
+class Balancing:
+  """What keeps the router from neglecting experts; pads never count.
+
+  Attributes:
+    aux: weight of the load balancing loss (Switch, arXiv 2101.03961).
+    z: weight of the router z-loss (ST-MoE, arXiv 2202.08906).
+    bias_speed: what an update adds to or takes from the bias that an expert is
+      chosen with (DeepSeek-V3, arXiv 2412.19437).
+  """
+
+  aux: float = 0.0
+  z: float = 0.0
+  bias_speed: float = 0.0
+
+  def __post_init__(self):
+    for field in ('aux', 'z', 'bias_speed'):
+      _require(getattr(self, field) >= 0, self, field, 'must be >= 0')
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseConfig:
+  """Next-token training on packed rows, before RL.
+
+  Attributes:
+    name: of its metrics and checkpoints.
+    optimizer: object with `build()`; its state begins afresh with the phase.
+    steps: updates.
+    rows_per_step: of a batch.
+    tokens_per_row: longest context.
+    mix: (source, weight) pairs; weights are shares of the ROWS of a batch. The
+      sources are 'code' (`Experiment.corpus`), 'demos' (format-only episodes of
+      `Experiment.tasks`) and the names of `Experiment.shards`.
+    balancing: of the router.
+    eval_every_steps: between measurements on held-out documents; None measures
+      before the first step and after the last one only.
+  """
+
+  name: str
+  optimizer: Any
   steps: int
   rows_per_step: int
   tokens_per_row: int
-  demo_fraction: float = 0.0  # share of ROWS filled with harness demos
+  mix: tuple[tuple[str, float], ...] = (('code', 1.0),)
+  balancing: Balancing = Balancing(aux=0.01)
+  eval_every_steps: int | None = None
+
+  def __post_init__(self):
+    _require(
+        self.name.isidentifier() and self.name not in ('rl', 'eval'),
+        self,
+        'name',
+        "must be an identifier, and neither 'rl' nor 'eval'",
+    )
+    _require(self.steps > 0, self, 'steps', 'must be positive')
+    _require(
+        len(dict(self.mix)) == len(self.mix) > 0
+        and all(weight > 0 for _, weight in self.mix),
+        self,
+        'mix',
+        'must name each source once, with a positive weight',
+    )
+    _require(
+        self.eval_every_steps is None or self.eval_every_steps > 0,
+        self,
+        'eval_every_steps',
+        'must be positive or None',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,15 +429,13 @@ class Experiment:
   advantage: Any
   tasks: Any
   rewards: tuple[Any, ...]
-  midtrain_optimizer: Any
-  warmup_optimizer: Any
   rl_optimizer: Any
+  phases: tuple[PhaseConfig, ...]
   seed: int = 0
   model: ModelConfig = ModelConfig()
   mesh: MeshConfig = MeshConfig()
   corpus: CorpusConfig = CorpusConfig()
-  midtrain: PhaseConfig = PhaseConfig(200, 16, 256)
-  warmup: PhaseConfig = PhaseConfig(200, 16, 256, demo_fraction=0.8)
+  shards: tuple[ShardsConfig, ...] = ()
   rollout: RolloutConfig = RolloutConfig()
   harness: HarnessConfig = HarnessConfig()
   rl: RlConfig = RlConfig()
@@ -382,4 +452,22 @@ class Experiment:
         raise ValueError(
             f'{name}={room}: must be at least'
             f' harness.max_context_tokens={window}'
+        )
+    names = [phase.name for phase in self.phases]
+    if len(set(names)) < len(names):
+      raise ValueError(f'Experiment.phases: names must differ, have {names}')
+    sources = ['code', 'demos', *(s.name for s in self.shards)]
+    if len(set(sources)) < len(sources):
+      raise ValueError(f'Experiment.shards: names must differ, have {sources}')
+    for phase in self.phases:
+      if unknown := dict(phase.mix).keys() - set(sources):
+        raise ValueError(
+            f'phases.{phase.name}.mix: no source {min(unknown)!r}; have'
+            f' {sources}'
+        )
+      if phase.balancing.bias_speed and self.model.router != 'sigmoid':
+        raise ValueError(
+            f'phases.{phase.name}.balancing.bias_speed='
+            f"{phase.balancing.bias_speed}: needs model.router='sigmoid', whose"
+            ' choice has a bias'
         )

@@ -259,37 +259,47 @@ class ChatFormat:
     start, _, end = text.partition(mark)
     return [*self._ids(start, hidden), *ids, *self._ids(end, hidden)]
 
-  def reply(
-      self, messages: Sequence[Message], tools: Sequence[Message] = ()
-  ) -> list[int]:
-    """Ids of the last message, as the model would have sampled them.
+  def turn(
+      self, messages: Sequence[Message], tools: Sequence[Message], index: int
+  ) -> tuple[list[int], list[int]]:
+    """A recorded reply as a policy would have come to it.
 
     Args:
-      messages: the last one is the assistant's.
+      messages: of the conversation; those behind the reply are not looked at.
       tools: on offer.
+      index: of the reply.
+
+    Returns:
+      (ids of the prompt, ids of the reply with its stop token).
 
     Raises:
-      ValueError: see `prompt`; or a reply does not begin with its prompt, or
-        does not end in a stop token.
+      ValueError: see `prompt`; or the template writes the reply in a way that
+        does not follow its prompt, or without a stop token.
     """
-    start, _ = self._render(messages[:-1], tools)
-    text, hidden = self._render(messages, tools, prompt=False)
-    common = len(os.path.commonprefix([start, text]))
-    said = text[common:]
-    if self._opened and start[common:].strip() == self._opened:
-      common, said = len(start), f'</think>\n\n{said.lstrip()}'
-    ids = self._ids(said, hidden)
-    ends = [n for n, i in enumerate(ids, 1) if i in self.stop_ids]
-    if common < len(start) or not ends:
-      raise ValueError(
-          'chat template: a reply is no continuation of its prompt'
-      )
-    return ids[: ends[0]]
+    messages = messages[: index + 1]
+    before, hidden = self._render(messages, tools, index)
+    after, _ = self._render(messages, tools)
+    common = len(os.path.commonprefix([before, after]))
+    said = after[common:]
+    if self._opened and before[common:].strip() == self._opened:
+      common, said = len(before), f'</think>\n\n{said.lstrip()}'
+    if common < len(before):
+      raise ValueError('chat template: the reply does not follow its prompt')
+    reply = self._ids(said, hidden)
+    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    if end is None:
+      raise ValueError('chat template: no stop token ends the reply')
+    return self._ids(before, hidden), reply[: end + 1]
 
   def _render(
-      self, messages, tools, prompt: bool = True
+      self, messages, tools, count: int | None = None
   ) -> tuple[str, dict[str, str]]:
-    """Returns (text, stand-ins in it -> special tokens that content spells)."""
+    """Renders the first `count` messages, or all.
+
+    Returns:
+      (text, stand-ins in it -> special tokens that content spells), the same
+      stand-ins whatever the count.
+    """
     data = [list(map(_plain, messages)), list(tools)]
     spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
     hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
@@ -299,10 +309,10 @@ class ChatFormat:
       )
     try:
       text = self._template.render(
-          messages=data[0],
+          messages=data[0][:count],
           tools=data[1] or None,
           documents=None,
-          add_generation_prompt=prompt,
+          add_generation_prompt=True,
           **self._names,
       )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as e:

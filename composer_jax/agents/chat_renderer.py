@@ -118,7 +118,7 @@ class ChatRenderer:
         for i, call in enumerate(calls)
     ]
     turn = {'role': 'assistant', 'content': '', 'tool_calls': made}
-    return self._format.reply([_user('-'), turn], SCHEMAS)
+    return self._format.turn([_user('-'), turn], SCHEMAS, 1)[1]
 
   def encode_summary(self, text: str) -> list[int]:
     """A summary as a policy would write it; for demonstrations."""

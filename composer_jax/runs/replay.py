@@ -215,7 +215,7 @@ def run(
     The first difference, or that there is none.
   """
   tx = cfg.rl_optimizer.build()
-  warm = digest.restored(cfg, workdir, 'warmup', mesh).params
+  warm = digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
   reference = (
       jax.tree.map(jnp.copy, warm)
       if step_lib.needs_reference(cfg.loss)
