@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from composer_jax import rope
+
 
 def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
   if not ok:
@@ -19,10 +21,15 @@ def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Decoder with grouped-query attention and a sparse MoE in every layer.
+  """Decoder with a sparse MoE in every layer but the first few.
 
   Shared experts see every token, beside the routed ones. A dense model has
   experts=0, top_k=0 and shared experts only.
+
+  Attention is grouped-query, or with kv_latent > 0 multi-head latent attention
+  (MLA, arXiv 2405.04434). There head_dim counts the dimensions of a query head
+  that do not rotate, rope_dim those that do, and all heads share one key and
+  value, the latent: kv_heads=1.
   """
 
   vocab: int = 512
@@ -36,18 +43,32 @@ class ModelConfig:
   moe_ffn: int = 128  # width of one expert
   shared_experts: int = 0
   shared_gate: bool = False  # scales what the shared experts add, per token
+  dense_layers: int = 0  # at the start, with one FFN in place of the experts
+  dense_ffn: int = 0  # its width
+  kv_latent: int = 0  # width of what all heads share; 0: grouped-query
+  q_latent: int = 0  # width that queries are made from; 0: the full one
+  rope_dim: int = 0
+  value_dim: int = 0  # of a head, with kv_latent
   qkv_bias: bool = False
   qk_norm: bool = False  # of every query and key head
   tied: bool = False  # the head is the transposed embedding
   router: str = 'softmax'  # or 'sigmoid', with a bias for the choice only
   renormalize: bool = True  # gates of the chosen sum to routed_scale
   routed_scale: float = 1.0  # factor of the routed experts' sum
+  # Experts are chosen among those of the best groups of neighbors. A group
+  # counts what its two best experts do.
+  expert_groups: int = 1
+  top_groups: int = 1
   # A replayed expert below this share of the weakest live choice is replaced
   # by the live router's own; 0 obeys the record whatever it says.
   replay_threshold: float = 0.0
   rope_theta: float = 10_000.0
+  rope_scaling: rope.Yarn | rope.Llama3 | None = None
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
+  remat: bool = (
+      False  # a layer is computed again in the backward pass, not kept
+  )
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):
@@ -88,7 +109,8 @@ class ModelConfig:
         'replay_threshold',
         'must be in [0, 1]',
     )
-    _require(self.head_dim % 2 == 0, self, 'head_dim', 'must be even (RoPE)')
+    self._check_layers()
+    self._check_attention()
     _require(
         self.dtype in ('float32', 'bfloat16'),
         self,
@@ -102,10 +124,112 @@ class ModelConfig:
         "must be 'triton', 'reference', 'interpret' or None",
     )
 
+  def _check_layers(self) -> None:
+    dense, groups = self.dense_layers, self.expert_groups
+    size = self.experts // max(groups, 1)
+    for ok, field, cure in (
+        (
+            0 <= dense < self.layers and (self.experts > 0 or not dense),
+            'dense_layers',
+            f'must be in [0, layers={self.layers}), and 0 without experts',
+        ),
+        (
+            (self.dense_ffn > 0) == (dense > 0),
+            'dense_ffn',
+            f'must be above 0 only if dense_layers={dense} is',
+        ),
+        (
+            groups == 1
+            or (groups > 1 and size >= 2 and size * groups == self.experts),
+            'expert_groups',
+            f'must divide experts={self.experts} into groups of 2 or more',
+        ),
+        (
+            groups == 1 or self.router == 'sigmoid',
+            'expert_groups',
+            "above 1 only with router='sigmoid'",
+        ),
+        (
+            1 <= self.top_groups <= groups
+            and self.top_k <= self.top_groups * size,
+            'top_groups',
+            f'must be in [1, expert_groups={groups}] and hold'
+            f' top_k={self.top_k} experts',
+        ),
+    ):
+      _require(ok, self, field, cure)
+
+  def _check_attention(self) -> None:
+    latent = self.kv_latent > 0
+    rotated = 'rope_dim' if latent else 'head_dim'
+    for field in ('rope_dim', 'value_dim'):
+      _require(
+          (getattr(self, field) > 0) == latent,
+          self,
+          field,
+          f'must be above 0 only if kv_latent={self.kv_latent} is',
+      )
+    for ok, field, cure in (
+        (getattr(self, rotated) % 2 == 0, rotated, 'must be even (RoPE)'),
+        (latent or not self.q_latent, 'q_latent', 'needs kv_latent above 0'),
+        (not latent or self.kv_heads == 1, 'kv_heads', 'is 1 with kv_latent'),
+        (not (latent and self.qkv_bias), 'qkv_bias', 'not with kv_latent'),
+        (not (latent and self.qk_norm), 'qk_norm', 'not with kv_latent'),
+    ):
+      _require(ok, self, field, cure)
+
+  @property
+  def moe_layers(self) -> int:
+    """Layers whose routes are recorded: all but the first, dense ones."""
+    return self.layers - self.dense_layers
+
+  def dense(self) -> ModelConfig:
+    """The first layers, as a dense model of their own."""
+    return dataclasses.replace(
+        self,
+        layers=self.dense_layers,
+        experts=0,
+        top_k=0,
+        moe_ffn=self.dense_ffn,
+        shared_experts=1,
+        shared_gate=False,
+        dense_layers=0,
+        dense_ffn=0,
+        expert_groups=1,
+        top_groups=1,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  data: int = 2  # devices the trainer splits the rows of a batch over
+  """How many devices the trainer's work is split over, along four axes.
+
+  The rows of a batch are split over data x fsdp x expert.
+  """
+
+  data: int = 2  # copies of the weights
+  fsdp: int = 1  # splits every tensor; a layer is gathered while it runs
+  expert: int = 1  # splits the experts
+  tensor: int = 1  # splits heads and the FFNs' columns
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      ok = getattr(self, field.name) > 0
+      _require(ok, self, field.name, 'must be at least 1')
+
+  @property
+  def row_shards(self) -> int:
+    return self.data * self.fsdp * self.expert
+
+  @property
+  def devices(self) -> int:
+    return self.row_shards * self.tensor
+
+  def text(self) -> str:
+    """Such as 'mesh.data=2 x mesh.expert=4'."""
+    axes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    split = [f'mesh.{name}={n}' for name, n in axes.items() if n > 1]
+    return ' x '.join(split or ['mesh.data=1'])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ _STOPPING = 'stopping after this step; once more to abort without saving'
 class Devices(typing.NamedTuple):
   """Which device does what."""
 
-  train: list[jax.Device]  # the mesh: MeshConfig.data of them
+  train: list[jax.Device]  # the mesh: MeshConfig.devices of them
   rollout: jax.Device  # decodes; apart from the mesh if there are enough
 
 
@@ -41,7 +41,7 @@ def setup_devices(cfg: config.Experiment, cache: str | None = None) -> Devices:
   Raises:
     ValueError: the mesh needs more devices than there are.
   """
-  want = cfg.mesh.data
+  want = cfg.mesh.devices
   if jax.config.jax_num_cpu_devices < 0:
     most = max(_MAX_HOST_DEVICES, os.cpu_count() or 1)
     jax.config.update('jax_num_cpu_devices', min(want, most) + 1)
@@ -54,7 +54,7 @@ def setup_devices(cfg: config.Experiment, cache: str | None = None) -> Devices:
   mesh_devices = len(devices) - (decoders if kind == 'cpu' else 0)
   if want > mesh_devices:
     raise ValueError(
-        f'MeshConfig.data={want}: only {mesh_devices} {kind} devices here; use'
+        f'{cfg.mesh.text()}: only {mesh_devices} {kind} devices here; use'
         f' --set=mesh.data={mesh_devices} or less'
     )
   return Devices(devices[:want], devices[min(want, len(devices) - 1)])

@@ -211,7 +211,9 @@ def _fill(
   if replay is not None:
     dtype = trace.route_dtype(replay.experts)
     routing = np.full(
-        (*size, replay.layers, replay.top_k), trace.blank_route(dtype), dtype
+        (*size, replay.moe_layers, replay.top_k),
+        trace.blank_route(dtype),
+        dtype,
     )
   out = batch.Batch(
       tokens=np.zeros(size, np.int32),

@@ -9,6 +9,7 @@ segments of a rollout wherever they were packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 
 import jax
@@ -20,8 +21,11 @@ import numpy as np
 import optax
 
 from composer_jax import config
+from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
@@ -30,18 +34,58 @@ _UNBALANCED = config.Balancing()  # as in RL
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
-  """The trainer's mesh over the first `cfg.data` devices.
+  """The trainer's mesh over the first devices.
 
   Raises:
-    ValueError: the process has fewer devices.
+    ValueError: there are fewer devices.
   """
   devices = jax.devices()
-  if cfg.data > len(devices):
+  if cfg.devices > len(devices):
     raise ValueError(
-        f'mesh.data={cfg.data}: only {len(devices)} device(s) here; lower it'
-        ' with --set=mesh.data=N'
+        f'{cfg.text()}: only {len(devices)} device(s) here; lower it with'
+        ' --set=mesh.data=N'
     )
-  return jax.sharding.Mesh(np.asarray(devices[: cfg.data]), ('data',))
+  shape = dataclasses.astuple(cfg)
+  return jax.sharding.Mesh(
+      np.asarray(devices[: cfg.devices]).reshape(shape),
+      sharding.AXES,
+      axis_types=(jax.sharding.AxisType.Explicit,) * len(shape),
+  )
+
+
+def _shardings(params: params_lib.Params, mesh: jax.sharding.Mesh):
+  specs = params_lib.pspecs(params, sharding.RULES)
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def abstract_state(
+    cfg: config.ModelConfig,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """Shapes and shardings of a state, to restore one to.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+
+  def place(x, spec):
+    to = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+
+  params = params_lib.abstract(cfg)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  fresh = functools.partial(_fresh, tx=tx)
+  state = jax.eval_shape(fresh, jax.tree.map(place, params, specs))
+  # The optimizer's tensors are split like the parameters; a counter is not.
+  return jax.tree.map(
+      lambda x: place(x, x.sharding.spec if x.sharding else P()), state
+  )
+
+
+def _fresh(params, tx):
+  return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
 def init_state(
@@ -50,8 +94,17 @@ def init_state(
     seed: int,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Initial f32 masters with a fresh optimizer; see `restart`."""
-  return restart(params_lib.init(cfg, jax.random.key(seed)), tx, mesh)
+  """Initial f32 masters with a fresh optimizer; no device holds all of them.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+  init = jax.jit(
+      lambda key: params_lib.init(cfg, key),
+      out_shardings=_shardings(params_lib.abstract(cfg), mesh),
+  )
+  return restart(init(jax.random.key(seed)), tx, mesh)
 
 
 def restart(
@@ -59,19 +112,19 @@ def restart(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Step 0 with a fresh optimizer, every leaf replicated over the mesh.
+  """Step 0 with a fresh optimizer; its state is split like the parameters.
 
-  Every leaf: a counter left on one device would be restored onto one device.
+  Counters are on every device: one left on a single device would be restored
+  onto a single device.
   """
-  state = batch_lib.TrainState(
-      jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params)
-  )
-  return jax.device_put(state, NamedSharding(mesh, P()))
+  params = jax.device_put(params, _shardings(params, mesh))
+  with jax.set_mesh(mesh):
+    return jax.jit(functools.partial(_fresh, tx=tx))(params)
 
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
   """Masters as the rollout side sees them: bf16 values held in f32."""
-  return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
+  return params_lib.rounded(params, lambda x: lax.reduce_precision(x, 8, 7))
 
 
 def target_stats(params, batch: Batch, cfg):
@@ -88,52 +141,6 @@ def target_stats(params, batch: Batch, cfg):
   stats = transformer.token_logps(params, out.hidden, targets, cfg=cfg)
   logps, entropy = (jnp.roll(s, 1, axis=1) for s in stats)
   return logps, entropy, out
-
-
-def _masked(batch: Batch, logps, entropy, ref_logps) -> TokenStats:
-  """What the loss sees; entries that are not trained are exactly zero."""
-  mask = batch.sampled & (batch.segments > 0) & (batch.positions > 0)
-  keep = lambda x: jnp.where(mask, x, 0.0)
-  return TokenStats(
-      logps=keep(logps),
-      behaviour_logps=keep(batch.behaviour_logps),
-      advantages=keep(batch.advantages),
-      entropy=lax.stop_gradient(keep(entropy)),
-      mask=mask.astype(jnp.float32),
-      staleness=batch.staleness,
-      segments=batch.rollouts,
-      ref_logps=None if ref_logps is None else keep(ref_logps),
-  )
-
-
-def _same_version(batch: Batch) -> jax.Array:
-  """bool [B T]: token and everything before it came from current weights."""
-  stale = (batch.staleness != 0).astype(jnp.int32)
-  seen = jnp.cumsum(stale, axis=1)
-  start = jnp.arange(stale.shape[1])[None, :] - batch.positions
-  before = jnp.take_along_axis(seen - stale, start, axis=1)
-  return seen == before
-
-
-def _mismatch_metrics(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
-  """k3 estimate of KL(behaviour || trainer), fresh and stale apart."""
-  log_ratio = stats.logps - stats.behaviour_logps
-  k3 = jnp.exp(log_ratio) - 1.0 - log_ratio
-  same = stats.mask * _same_version(batch)
-  mean, peak = batch_lib.Mean.of, batch_lib.Max.of
-  return {
-      'mismatch/kl_same_version': mean(k3, same),
-      'mismatch/kl_stale': mean(k3, stats.mask - same),
-      'mismatch/same_version_share': mean(same, stats.mask),
-      'mismatch/beyond_ln2': mean(
-          (jnp.abs(log_ratio) > jnp.log(2.0)).astype(jnp.float32), stats.mask
-      ),
-      'mismatch/max_log_ratio': peak(jnp.abs(log_ratio), stats.mask),
-      'staleness/token_mean': mean(
-          batch.staleness.astype(jnp.float32), stats.mask
-      ),
-      'entropy': mean(stats.entropy, stats.mask),
-  }
 
 
 def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
@@ -172,42 +179,6 @@ def check_loss(loss: batch_lib.Loss) -> None:
   jax.eval_shape(functools.partial(_loss_of, loss), stats)
 
 
-def _router_loss(
-    sums: transformer.RouterStats,
-    here: jax.Array,
-    tokens: jax.Array,
-    cfg: config.ModelConfig,
-    balancing: config.Balancing,
-) -> tuple[jax.Array, batch_lib.Metrics]:
-  """Load balancing loss and z-loss, each a mean over layers.
-
-  The first is a product of means over one micro-batch, all devices together,
-  so it depends on how a step is cut, but on nothing else; a micro-batch weighs
-  by its tokens. The second is a mean over the tokens of the step.
-
-  Args:
-    sums: over the micro-batch.
-    here: f32 [], real tokens of the micro-batch.
-    tokens: f32 [], real tokens of the step.
-    cfg: the model.
-    balancing: weights.
-
-  Returns:
-    (loss of the step that this micro-batch adds f32 [], metrics).
-  """
-  slots = jnp.maximum(here * max(cfg.top_k, 1), 1.0)
-  per_layer = cfg.experts * jnp.sum(sums.probs * sums.load / slots, axis=1)
-  aux, squares = jnp.mean(per_layer), jnp.mean(sums.squares)
-  mean = batch_lib.Mean
-  metrics = {
-      'routing/balance': mean(aux, here),
-      'routing/z': mean(squares, here),
-      'routing/load': mean(sums.load, here),
-  }
-  tokens = jnp.maximum(tokens, 1.0)
-  return (balancing.aux * aux + balancing.z * squares) / tokens, metrics
-
-
 @functools.partial(
     jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
 )
@@ -229,23 +200,24 @@ def gradients(
   applied to the f32 masters, straight through the rounding.
 
   Args:
-    params: f32 masters, replicated.
-    batch: [B T], B a multiple of the mesh's devices.
+    params: f32 masters.
+    batch: [B T], B a multiple of the devices that split it.
     denominator: f32 [], the global constant Z; the same for every micro-batch
       of a step, so the sum over micro-batches is the step's gradient.
     cfg: the model.
     loss: static; hashes by value.
-    mesh: axis 'data' splits B.
+    mesh: see `make_mesh`.
     balancing: what is asked of the router; nothing in RL.
     tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
-    (gradients f32, metrics).
+    (gradients f32, split like the parameters; metrics).
 
   Raises:
     ValueError: the loss returns a wrong shape (at trace time).
   """
+  specs = params_lib.pspecs(params, sharding.RULES)
 
   def local(params, batch, denominator, tokens, reference):
     def forward(params):
@@ -255,7 +227,9 @@ def gradients(
     (logps, routers), vjp, entropy = jax.vjp(
         forward, rounded(params), has_aux=True
     )
-    gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
+    gather = functools.partial(
+        lax.all_gather, axis_name=sharding.ROWS, tiled=True
+    )
     # The loss needs no routes, and they are the largest part of a batch.
     whole = jax.tree.map(gather, batch.replace(routing=None))
     entropy = gather(entropy)
@@ -264,7 +238,7 @@ def gradients(
       ref_logps = gather(target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
-      stats = _masked(whole, logps, entropy, ref_logps)
+      stats = stats_lib.masked(whole, logps, entropy, ref_logps)
       per_token, metrics = _loss_of(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
@@ -273,32 +247,41 @@ def gradients(
     d_every, (stats, masked, metrics) = jax.grad(objective, has_aux=True)(every)
     rows = logps.shape[0]
     d_logps = lax.dynamic_slice_in_dim(
-        d_every, lax.axis_index('data') * rows, rows
+        d_every, lax.axis_index(sharding.ROWS) * rows, rows
     )
     # Of sums over all devices: each adds its part of the same gradient.
-    routers = lax.psum(routers, 'data')
+    routers = lax.psum(routers, sharding.ROWS)
     real = jnp.sum(whole.segments > 0).astype(jnp.float32)
-    d_routers, router_metrics = jax.grad(_router_loss, has_aux=True)(
+    d_routers, router_metrics = jax.grad(balancing_lib.loss, has_aux=True)(
         routers, real, tokens, cfg, balancing
     )
     (grads,) = vjp((d_logps, d_routers))
-    grads = lax.psum(grads, 'data')
+    grads = sharding.summed(grads, specs)
     mean = batch_lib.Mean
-    metrics |= router_metrics | _mismatch_metrics(whole, stats)
+    metrics |= router_metrics | stats_lib.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
-        'routing/blank': mean(routers.blank, cfg.layers * real),
+        'routing/blank': mean(routers.blank, cfg.moe_layers * real),
     }
     return grads, metrics
 
-  return jax.shard_map(
+  return _over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data'), P(), P(), P()),
-      out_specs=(P(), P()),
-      check_vma=False,
+      mesh,
+      in_specs=(specs, P(sharding.ROWS), P(), P(), reference and specs),
+      out_specs=(specs, P()),
   )(params, batch, denominator, jnp.asarray(tokens, jnp.float32), reference)
+
+
+def _over_mesh(f, mesh, *, in_specs, out_specs):
+  """`shard_map` over all axes, of arguments that may lie anywhere."""
+  mapped = jax.shard_map(
+      f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+  return lambda *args: mapped(*jax.sharding.reshard(args, places))
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -309,35 +292,16 @@ def apply_gradients(
     tx: optax.GradientTransformation,
 ) -> batch_lib.TrainState:
   """One optimizer update."""
-  updates, opt_state = tx.update(grads, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  return batch_lib.TrainState(state.step + 1, params, opt_state)
 
+  def update(state, grads):
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return batch_lib.TrainState(state.step + 1, params, opt_state)
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _rebias(
-    state: batch_lib.TrainState, load: jax.Array, speed: float
-) -> batch_lib.TrainState:
-  """Moves every expert's bias by one step towards an equal load.
-
-  Args:
-    state: after the update, which leaves the biases alone: they have neither a
-      gradient nor weight decay.
-    load: f32 [L E], tokens of the whole step that each expert got.
-    speed: length of a step.
-  """
-  mean = jnp.mean(load, axis=1, keepdims=True)
-  layers = state.params.layers
-  bias = layers.moe.bias + speed * jnp.sign(mean - load)
-  layers = layers.replace(moe=layers.moe.replace(bias=bias))
-  return state.replace(params=state.params.replace(layers=layers))
-
-
-def _max_load(load: np.ndarray) -> float:
-  """Tokens of the busiest expert of any layer over those of an average one."""
-  if not load.size:
-    return 0.0
-  return float((load / np.maximum(load.mean(1, keepdims=True), 1e-9)).max())
+  # An optimizer may multiply matrices, and knows nothing of how they are split:
+  # the partitioner places its collectives.
+  kept = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
+  return jax.sharding.auto_axes(update, out_sharding=kept)(state, grads)
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -379,7 +343,7 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = NamedSharding(mesh, P('data'))
+  rows = NamedSharding(mesh, P(sharding.ROWS))
   z = jnp.asarray(denominator, jnp.float32)
   tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
@@ -414,10 +378,10 @@ def train_step(
   state = apply_gradients(state, grads, tx=tx)
   load = metrics.pop('routing/load').total
   if balancing.bias_speed:
-    state = _rebias(state, load, balancing.bias_speed)
+    state = balancing_lib.rebias(state, load, balancing.bias_speed)
   metrics = jax.device_get(metrics)
   figures = {k: float(v.value()) for k, v in metrics.items()}
-  figures['routing/max_load'] = _max_load(np.asarray(load))
+  figures['routing/max_load'] = balancing_lib.max_load(np.asarray(load))
   return state, figures | {'grad_norm': norm}
 
 
@@ -445,16 +409,24 @@ def score(
     logps, _, out = target_stats(params, batch, cfg)
     return logps, out.routing
 
-  return jax.shard_map(
+  rows = P(sharding.ROWS)
+  return _over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data')),
-      out_specs=(P('data'), P('data')),
-      check_vma=False,
+      mesh,
+      in_specs=(params_lib.pspecs(params, sharding.RULES), rows),
+      out_specs=(rows, rows),
   )(params, batch)
 
 
 def compilations() -> int:
   """Programs compiled so far for training steps and scores."""
-  jitted = (gradients, apply_gradients, score, _rebias, _norm, _add, _merge)
+  jitted = (
+      gradients,
+      apply_gradients,
+      score,
+      balancing_lib.rebias,
+      _norm,
+      _add,
+      _merge,
+  )
   return sum(f._cache_size() for f in jitted)  # pylint: disable=protected-access

@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 
 from composer_jax.agents import chat
+from composer_jax.agents import chat_files
 from composer_jax.agents import renderer
 from composer_jax.learner import corpus
 from composer_jax.learner import shards
@@ -150,7 +151,7 @@ def open_encoder(path: str, field: str, start: str | None) -> Encoder:
   tokenizer.encode_special_tokens = True
   if field == CHATS:
     if folder.is_dir():
-      _, template, stop, names = chat.read(folder)
+      _, template, stop, names = chat_files.read(folder)
       made = chat.ChatFormat(tokenizer, template, stop, names)
     elif tokenizer.token_to_id(renderer.END) is not None:
       made = chat.compact(tokenizer)
