@@ -48,7 +48,9 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
-  remat: bool = False  # a layer is computed again in the backward pass, not kept
+  remat: bool = (
+      False  # a layer is computed again in the backward pass, not kept
+  )
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):

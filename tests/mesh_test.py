@@ -1,5 +1,6 @@
 """Any mesh trains like a single device, with a part of the model on each."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -92,16 +93,31 @@ class ShardsTest(parameterized.TestCase):
     self.assertLessEqual({'all-gather', 'reduce-scatter'}, found[1, 1, 4])
     self.assertLess(3 * sizes[1, 4], sizes[4,])
 
+  def test_a_layer_computed_again_is_not_kept(self):
+    batch = mesh_cases.batch()
+    args = mesh_cases.masters(), batch, jnp.float32(100.0)
+    programs = [
+        _compiled(mesh_cases.ONE, dataclasses.replace(mesh_cases.CFG, remat=x))
+        for x in (False, True)
+    ]
+    (want, _), (got, _) = (f(*args) for f in programs)
+    for (name, x), y in zip(
+        params_lib.names(got).items(), jax.tree.leaves(want), strict=True
+    ):
+      mesh_cases.near(x, y, name)
+    kept, again = (f.memory_analysis().temp_size_in_bytes for f in programs)
+    width = 4 * mesh_cases.CFG.embed * batch.tokens.size
+    self.assertGreater(kept - again, 10 * width)
 
-def _compiled(cfg):
-  mesh = step.make_mesh(cfg)
+
+def _compiled(mesh, cfg=mesh_cases.CFG):
+  mesh = step.make_mesh(mesh)
   tx = mesh_cases.optimizer_of('adamw')
-  params = step.abstract_state(mesh_cases.CFG, tx, mesh).params
   return step.gradients.lower(
-      params,
+      step.abstract_state(cfg, tx, mesh).params,
       mesh_cases.batch(),
       jnp.float32(1.0),
-      cfg=mesh_cases.CFG,
+      cfg=cfg,
       loss=losses.NextToken(),
       mesh=mesh,
   ).compile()

@@ -262,22 +262,12 @@ def gradients(
     }
     return grads, metrics
 
-  return _over_mesh(
+  return sharding.over_mesh(
       local,
       mesh,
       in_specs=(specs, P(sharding.ROWS), P(), reference and specs),
       out_specs=(specs, P()),
   )(params, batch, denominator, reference)
-
-
-def _over_mesh(f, mesh, *, in_specs, out_specs):
-  """`shard_map` over all axes, of arguments that may lie anywhere."""
-  mapped = jax.shard_map(
-      f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
-
-  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
-  return lambda *args: mapped(*jax.sharding.reshard(args, places))
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -288,16 +278,17 @@ def apply_gradients(
     tx: optax.GradientTransformation,
 ) -> batch_lib.TrainState:
   """One optimizer update."""
+  places = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
 
+  # An optimizer may multiply matrices and does not know how they are split: the
+  # partitioner places its collectives.
+  @jax.sharding.auto_axes(out_sharding=places)
   def update(state, grads):
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return batch_lib.TrainState(state.step + 1, params, opt_state)
 
-  # An optimizer may multiply matrices, and knows nothing of how they are split:
-  # the partitioner places its collectives.
-  kept = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
-  return jax.sharding.auto_axes(update, out_sharding=kept)(state, grads)
+  return update(state, grads)
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -400,7 +391,7 @@ def score(
     return logps, out.routing
 
   rows = P(sharding.ROWS)
-  return _over_mesh(
+  return sharding.over_mesh(
       local,
       mesh,
       in_specs=(params_lib.pspecs(params, sharding.RULES), rows),
