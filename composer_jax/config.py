@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from composer_jax import rope
+
 
 def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
   if not ok:
@@ -19,10 +21,15 @@ def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Decoder with grouped-query attention and a sparse MoE in every layer.
+  """Decoder with a sparse MoE in every layer but the first few.
 
   Shared experts see every token, beside the routed ones. A dense model has
   experts=0, top_k=0 and shared experts only.
+
+  Attention is grouped-query, or with kv_latent > 0 multi-head latent attention
+  (MLA, arXiv 2405.04434). There head_dim counts the dimensions of a query head
+  that do not rotate, rope_dim those that do, and all heads share one key and
+  value, the latent: kv_heads=1.
   """
 
   vocab: int = 512
@@ -36,16 +43,27 @@ class ModelConfig:
   moe_ffn: int = 128  # width of one expert
   shared_experts: int = 0
   shared_gate: bool = False  # scales what the shared experts add, per token
+  dense_layers: int = 0  # at the start, with one FFN in place of the experts
+  dense_ffn: int = 0  # its width
+  kv_latent: int = 0  # width of what all heads share; 0: grouped-query
+  q_latent: int = 0  # width that queries are made from; 0: the full one
+  rope_dim: int = 0
+  value_dim: int = 0  # of a head, with kv_latent
   qkv_bias: bool = False
   qk_norm: bool = False  # of every query and key head
   tied: bool = False  # the head is the transposed embedding
   router: str = 'softmax'  # or 'sigmoid', with a bias for the choice only
   renormalize: bool = True  # gates of the chosen sum to routed_scale
   routed_scale: float = 1.0  # factor of the routed experts' sum
+  # Experts are chosen among those of the best groups of neighbors. A group
+  # counts what its two best experts do.
+  expert_groups: int = 1
+  top_groups: int = 1
   # A replayed expert below this share of the weakest live choice is replaced
   # by the live router's own; 0 obeys the record whatever it says.
   replay_threshold: float = 0.0
   rope_theta: float = 10_000.0
+  rope_scaling: rope.Yarn | rope.Llama3 | None = None
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
   remat: bool = (
@@ -91,7 +109,8 @@ class ModelConfig:
         'replay_threshold',
         'must be in [0, 1]',
     )
-    _require(self.head_dim % 2 == 0, self, 'head_dim', 'must be even (RoPE)')
+    self._check_layers()
+    self._check_attention()
     _require(
         self.dtype in ('float32', 'bfloat16'),
         self,
@@ -103,6 +122,81 @@ class ModelConfig:
         self,
         'kernels',
         "must be 'triton', 'reference', 'interpret' or None",
+    )
+
+  def _check_layers(self) -> None:
+    dense, groups = self.dense_layers, self.expert_groups
+    size = self.experts // max(groups, 1)
+    for ok, field, cure in (
+        (
+            0 <= dense < self.layers and (self.experts > 0 or not dense),
+            'dense_layers',
+            f'must be in [0, layers={self.layers}), and 0 without experts',
+        ),
+        (
+            (self.dense_ffn > 0) == (dense > 0),
+            'dense_ffn',
+            f'must be above 0 only if dense_layers={dense} is',
+        ),
+        (
+            groups == 1
+            or (groups > 1 and size >= 2 and size * groups == self.experts),
+            'expert_groups',
+            f'must divide experts={self.experts} into groups of 2 or more',
+        ),
+        (
+            groups == 1 or self.router == 'sigmoid',
+            'expert_groups',
+            "above 1 only with router='sigmoid'",
+        ),
+        (
+            1 <= self.top_groups <= groups
+            and self.top_k <= self.top_groups * size,
+            'top_groups',
+            f'must be in [1, expert_groups={groups}] and hold'
+            f' top_k={self.top_k} experts',
+        ),
+    ):
+      _require(ok, self, field, cure)
+
+  def _check_attention(self) -> None:
+    latent = self.kv_latent > 0
+    rotated = 'rope_dim' if latent else 'head_dim'
+    for field in ('rope_dim', 'value_dim'):
+      _require(
+          (getattr(self, field) > 0) == latent,
+          self,
+          field,
+          f'must be above 0 only if kv_latent={self.kv_latent} is',
+      )
+    for ok, field, cure in (
+        (getattr(self, rotated) % 2 == 0, rotated, 'must be even (RoPE)'),
+        (latent or not self.q_latent, 'q_latent', 'needs kv_latent above 0'),
+        (not latent or self.kv_heads == 1, 'kv_heads', 'is 1 with kv_latent'),
+        (not (latent and self.qkv_bias), 'qkv_bias', 'not with kv_latent'),
+        (not (latent and self.qk_norm), 'qk_norm', 'not with kv_latent'),
+    ):
+      _require(ok, self, field, cure)
+
+  @property
+  def moe_layers(self) -> int:
+    """Layers whose routes are recorded: all but the first, dense ones."""
+    return self.layers - self.dense_layers
+
+  def dense(self) -> ModelConfig:
+    """The first layers, as a dense model of their own."""
+    return dataclasses.replace(
+        self,
+        layers=self.dense_layers,
+        experts=0,
+        top_k=0,
+        moe_ffn=self.dense_ffn,
+        shared_experts=1,
+        shared_gate=False,
+        dense_layers=0,
+        dense_ffn=0,
+        expert_groups=1,
+        top_groups=1,
     )
 
 
@@ -147,13 +241,85 @@ class CorpusConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class PhaseConfig:
-  """Next-token training on packed rows; shared by mid-training and warm-up."""
+class ShardsConfig:
+  """A source of documents that `experiments.tokenize` wrote."""
 
+  name: str  # for `PhaseConfig.mix`
+  path: str
+  heldout_bytes: int = 1_000_000  # of text that it is measured on, at most
+
+  def __post_init__(self):
+    _require(self.heldout_bytes >= 0, self, 'heldout_bytes', 'must be >= 0')
+
+
+@dataclasses.dataclass(frozen=True)
+class Balancing:
+  """What keeps the router from neglecting experts; pads never count.
+
+  Attributes:
+    aux: weight of the load balancing loss (Switch, arXiv 2101.03961).
+    z: weight of the router z-loss (ST-MoE, arXiv 2202.08906).
+    bias_speed: what an update adds to or takes from the bias that an expert is
+      chosen with (DeepSeek-V3, arXiv 2412.19437).
+  """
+
+  aux: float = 0.0
+  z: float = 0.0
+  bias_speed: float = 0.0
+
+  def __post_init__(self):
+    for field in ('aux', 'z', 'bias_speed'):
+      _require(getattr(self, field) >= 0, self, field, 'must be >= 0')
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseConfig:
+  """Next-token training on packed rows, before RL.
+
+  Attributes:
+    name: of its metrics and checkpoints.
+    optimizer: object with `build()`; its state begins afresh with the phase.
+    steps: updates.
+    rows_per_step: of a batch.
+    tokens_per_row: longest context.
+    mix: (source, weight) pairs; weights are shares of the ROWS of a batch. The
+      sources are 'code' (`Experiment.corpus`), 'demos' (format-only episodes of
+      `Experiment.tasks`) and the names of `Experiment.shards`.
+    balancing: of the router.
+    eval_every_steps: between measurements on held-out documents; None measures
+      before the first step and after the last one only.
+  """
+
+  name: str
+  optimizer: Any
   steps: int
   rows_per_step: int
   tokens_per_row: int
-  demo_fraction: float = 0.0  # share of ROWS filled with harness demos
+  mix: tuple[tuple[str, float], ...] = (('code', 1.0),)
+  balancing: Balancing = Balancing(aux=0.01)
+  eval_every_steps: int | None = None
+
+  def __post_init__(self):
+    _require(
+        self.name.isidentifier() and self.name not in ('rl', 'eval'),
+        self,
+        'name',
+        "must be an identifier, and neither 'rl' nor 'eval'",
+    )
+    _require(self.steps > 0, self, 'steps', 'must be positive')
+    _require(
+        len(dict(self.mix)) == len(self.mix) > 0
+        and all(weight > 0 for _, weight in self.mix),
+        self,
+        'mix',
+        'must name each source once, with a positive weight',
+    )
+    _require(
+        self.eval_every_steps is None or self.eval_every_steps > 0,
+        self,
+        'eval_every_steps',
+        'must be positive or None',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,15 +429,13 @@ class Experiment:
   advantage: Any
   tasks: Any
   rewards: tuple[Any, ...]
-  midtrain_optimizer: Any
-  warmup_optimizer: Any
   rl_optimizer: Any
+  phases: tuple[PhaseConfig, ...]
   seed: int = 0
   model: ModelConfig = ModelConfig()
   mesh: MeshConfig = MeshConfig()
   corpus: CorpusConfig = CorpusConfig()
-  midtrain: PhaseConfig = PhaseConfig(200, 16, 256)
-  warmup: PhaseConfig = PhaseConfig(200, 16, 256, demo_fraction=0.8)
+  shards: tuple[ShardsConfig, ...] = ()
   rollout: RolloutConfig = RolloutConfig()
   harness: HarnessConfig = HarnessConfig()
   rl: RlConfig = RlConfig()
@@ -288,4 +452,22 @@ class Experiment:
         raise ValueError(
             f'{name}={room}: must be at least'
             f' harness.max_context_tokens={window}'
+        )
+    names = [phase.name for phase in self.phases]
+    if len(set(names)) < len(names):
+      raise ValueError(f'Experiment.phases: names must differ, have {names}')
+    sources = ['code', 'demos', *(s.name for s in self.shards)]
+    if len(set(sources)) < len(sources):
+      raise ValueError(f'Experiment.shards: names must differ, have {sources}')
+    for phase in self.phases:
+      if unknown := dict(phase.mix).keys() - set(sources):
+        raise ValueError(
+            f'phases.{phase.name}.mix: no source {min(unknown)!r}; have'
+            f' {sources}'
+        )
+      if phase.balancing.bias_speed and self.model.router != 'sigmoid':
+        raise ValueError(
+            f'phases.{phase.name}.balancing.bias_speed='
+            f"{phase.balancing.bias_speed}: needs model.router='sigmoid', whose"
+            ' choice has a bias'
         )

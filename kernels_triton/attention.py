@@ -71,6 +71,7 @@ def _tile(
     keys: Callable[[jax.Array], jax.Array],
     values: Callable[[jax.Array], jax.Array],
     length: int,
+    width: int,
     blocks,
     visible: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -79,16 +80,16 @@ def _tile(
   Args:
     q: [B M R H], scaled.
     keys: number of a block -> its keys f32 [B M KEY_BLOCK H].
-    values: the same for its values.
+    values: the same for its values f32 [B M KEY_BLOCK V].
     length: most keys there can be, a multiple of KEY_BLOCK.
+    width: V, of a value.
     blocks: i32 [], how many key blocks to visit.
     visible: start of a block -> bool broadcastable to [B M R KEY_BLOCK].
 
   Returns:
-    (out [B M R H], max [B M R 1], sum [B M R 1]), f32.
+    (out [B M R V], max [B M R 1], sum [B M R 1]), f32.
   """
   size = contract.KEY_BLOCK
-  h = q.shape[-1]
   q = lax.optimization_barrier(q)
 
   def score(j, carry):
@@ -110,10 +111,10 @@ def _tile(
     part = jnp.einsum('bkms,bksd->bkmd', e, _with_ones(values(j)))
     return out + lax.optimization_barrier(part)
 
-  out = jnp.zeros((*q.shape[:3], h + _ONES), jnp.float32)
+  out = jnp.zeros((*q.shape[:3], width + _ONES), jnp.float32)
   out = lax.fori_loop(0, blocks, accumulate, out)
-  total = out[..., h : h + 1]
-  return out[..., :h] / total, peak, total
+  total = out[..., width : width + 1]
+  return out[..., :width] / total, peak, total
 
 
 def _visible(q_segments, q_positions, k_segments, k_positions):
@@ -151,6 +152,7 @@ def _forward(q, k, v, segments, positions):
         lambda j: _block(k, j * keys, keys, 2),
         lambda j: _block(v, j * keys, keys, 2),
         t,
+        v.shape[-1],
         (start + size + keys - 1) // keys,
         visible,
     )
@@ -182,14 +184,14 @@ def segment_attention(
   Args:
     q: [B T N H], already scaled by H^-1/2.
     k: [B T M H].
-    v: [B T M H].
+    v: [B T M V].
     segments: i32 [B T]; tokens see their own segment only. A segment is
       contiguous and starts at a multiple of KEY_BLOCK.
     positions: i32 [B T], within the segment.
     implementation: see `launch`.
 
   Returns:
-    f32 [B T N H]; finite, but of no meaning, where no segment is (0).
+    f32 [B T N V]; finite, but of no meaning, where no segment is (0).
 
   Raises:
     ValueError: T is not a multiple of KEY_BLOCK.
@@ -291,8 +293,8 @@ def _kernel_paged(*args):
   return attention_kernel.paged(*args)
 
 
-def _paged(q, k_pages, v_pages, table, positions):
-  """One tile per sequence: q [B Q N H], positions [B Q] -> [B Q N H]."""
+def _paged(q, k_pages, v_pages, table, positions, width):
+  """One tile per sequence: q [B Q N H], positions [B Q] -> [B Q N V]."""
   keys = contract.KEY_BLOCK
   count, n, m = q.shape[1], q.shape[2], k_pages.shape[1]
   short = [(0, 0), (0, contract.QUERY_ROWS - count), (0, 0), (0, 0)]
@@ -301,18 +303,20 @@ def _paged(q, k_pages, v_pages, table, positions):
   last = jnp.repeat(last, n // m, axis=1)[:, None, :, None]
   ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
 
-  def blocks_of(pages):
+  def blocks_of(pages, columns):
     def block(j):
       chosen = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
-      return pages.at[chosen].get(mode='clip').astype(jnp.float32)
+      found = pages.at[chosen].get(mode='clip')[..., :columns]
+      return found.astype(jnp.float32)
 
     return block
 
   out, _, _ = _tile(
       rows,
-      blocks_of(k_pages),
-      blocks_of(v_pages),
+      blocks_of(k_pages, k_pages.shape[-1]),
+      blocks_of(v_pages, width),
       table.shape[1] * keys,
+      width,
       jnp.max(last) // keys + 1,
       lambda start: start + ids <= last,
   )
@@ -327,6 +331,7 @@ def paged_attention(
     table: jax.Array,
     positions: jax.Array,
     *,
+    width: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
   """Attention of chunks of sequences to their pages, cut into query tiles.
@@ -334,18 +339,20 @@ def paged_attention(
   Args:
     q: [B QUERY_ROWS N H], already scaled; each tile is of one sequence.
     k_pages: [P M KEY_BLOCK H], the keys of the new tokens included.
-    v_pages: [P M KEY_BLOCK H].
+    v_pages: [P M KEY_BLOCK V]; may be `k_pages`, see `width`.
     table: i32 [B S/KEY_BLOCK], pages of each tile's sequence in order; the
       entries past its last page may be anything.
     positions: i32 [B QUERY_ROWS] in the sequence; below 0 a row is not used.
+    width: V, if only the first columns of `v_pages` are values.
     implementation: see `launch`.
 
   Returns:
-    f32 [B QUERY_ROWS N H]; unused rows hold finite numbers.
+    f32 [B QUERY_ROWS N V]; unused rows hold finite numbers.
   """
   name = launch.resolve(implementation)
+  width = width or v_pages.shape[-1]
   if name != launch.REFERENCE:
-    return _kernel_paged(q, k_pages, v_pages, table, positions, name)
+    return _kernel_paged(q, k_pages, v_pages, table, positions, width, name)
   # Tiles next to each other end at similar positions: a group visits only the
   # key blocks that its own tiles need.
   b = q.shape[0]
@@ -357,10 +364,10 @@ def paged_attention(
 
   def group(xs):
     q, table, positions = xs
-    return _paged(q, k_pages, v_pages, table, positions)
+    return _paged(q, k_pages, v_pages, table, positions, width)
 
   out = lax.map(group, (split(q), split(table), split(positions)))
-  return out.reshape(-1, *q.shape[1:])[:b]
+  return out.reshape(-1, *out.shape[2:])[:b]
 
 
 @functools.partial(jax.named_call, name='paged_decode_attention')
@@ -371,6 +378,7 @@ def paged_decode_attention(
     table: jax.Array,
     positions: jax.Array,
     *,
+    width: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
   """Attention of one new token per sequence to its pages.
@@ -381,16 +389,18 @@ def paged_decode_attention(
   Args:
     q: [B N H], already scaled.
     k_pages: [P M KEY_BLOCK H], the new key included.
-    v_pages: [P M KEY_BLOCK H].
+    v_pages: [P M KEY_BLOCK V]; may be `k_pages`, see `width`.
     table: i32 [B S/KEY_BLOCK], as in `paged_attention`.
     positions: i32 [B], of the new token; below 0 a row is not used.
+    width: V, if only the first columns of `v_pages` are values.
     implementation: see `launch`.
 
   Returns:
-    f32 [B N H].
+    f32 [B N V].
   """
-  q, positions = q[:, None], positions[:, None]
+  width = width or v_pages.shape[-1]
+  args = q[:, None], k_pages, v_pages, table, positions[:, None], width
   name = launch.resolve(implementation)
   if name == launch.REFERENCE:
-    return _paged(q, k_pages, v_pages, table, positions)[:, 0]
-  return _kernel_paged(q, k_pages, v_pages, table, positions, name)[:, 0]
+    return _paged(*args)[:, 0]
+  return _kernel_paged(*args, name)[:, 0]

@@ -1,4 +1,4 @@
-"""Dense projection: a matmul whose rows do not feel each other."""
+"""Dense projections: matmuls whose rows do not feel each other."""
 
 import jax
 import jax.numpy as jnp
@@ -32,3 +32,32 @@ def matmul(
     return x @ w
   sizes = launch.size(x.shape[0])
   return grouped.grouped_matmul(x, w[None], sizes, dtype, implementation)
+
+
+def heads(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    dtype: str = 'float32',
+    implementation: str | None = None,
+) -> jax.Array:
+  """Each head times its own matrix; otherwise like `matmul`.
+
+  Args:
+    x: [R N K], any float type.
+    w: [N K M], any float type.
+    dtype: see `matmul`.
+    implementation: see `launch`.
+
+  Returns:
+    f32 [R N M].
+  """
+  implementation = launch.resolve(implementation)
+  x = x.astype(jnp.float32).swapaxes(0, 1)
+  w = w.astype(jnp.float32)
+  if implementation == launch.REFERENCE:
+    return (x @ w).swapaxes(0, 1)
+  n, rows, k = x.shape
+  sizes = jnp.full((n,), rows, jnp.int32)
+  y = grouped.grouped_matmul(x.reshape(-1, k), w, sizes, dtype, implementation)
+  return y.reshape(n, rows, -1).swapaxes(0, 1)

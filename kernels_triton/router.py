@@ -2,7 +2,8 @@
 
 Scores are a softmax over the experts, or a sigmoid of each (DeepSeek-V3, arXiv
 2412.19437); a bias per expert then joins the sigmoid where experts are chosen,
-and only there: gates never see it.
+and only there: gates never see it. The choice may be limited to the experts of
+a few groups.
 """
 
 import functools
@@ -36,6 +37,29 @@ def select(logits: jax.Array, top_k: int) -> jax.Array:
     chosen.append(best)
     left = jnp.where(ids == best[:, None], -jnp.inf, left)
   return jnp.stack(chosen, axis=-1).astype(jnp.int32)
+
+
+def limited(values: jax.Array, groups: int, top: int) -> jax.Array:
+  """Values of the experts in the best groups; -inf elsewhere.
+
+  Args:
+    values: f32 [R E], the scores to choose by.
+    groups: number of groups of neighbors, of two experts or more; a group
+      scores what its two best experts do together.
+    top: groups to keep; a tie goes to the lowest.
+
+  Returns:
+    f32 [R E].
+  """
+  values = lax.stop_gradient(values)
+  split = values.reshape(values.shape[0], groups, -1)
+  flat = split.reshape(-1, split.shape[2])
+  best = select(flat, 2)
+  score = _pick(flat, best[:, 0]) + _pick(flat, best[:, 1])
+  kept = select(score.reshape(-1, groups), top)
+  ids = jnp.arange(groups, dtype=jnp.int32)[None, :, None]
+  keep = jnp.any(kept[:, None, :] == ids, axis=2)[:, :, None]
+  return jnp.where(keep, split, -jnp.inf).reshape(values.shape)
 
 
 def replayed(live: jax.Array, recorded: jax.Array, blank: int) -> jax.Array:
@@ -141,6 +165,8 @@ class _Rule(NamedTuple):
   renormalize: bool
   scale: float
   threshold: float
+  groups: int
+  top_groups: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -179,6 +205,8 @@ def route(
     renormalize: bool = True,
     scale: float = 1.0,
     threshold: float = 0.0,
+    groups: int = 1,
+    top_groups: int = 1,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Chooses experts and weighs them.
@@ -192,23 +220,38 @@ def route(
     scores: 'softmax' or 'sigmoid'; see `gates`.
     renormalize: see `gates`.
     scale: see `gates`.
-    threshold: of `filtered`; 0 obeys the record whatever it says.
+    threshold: of `filtered`; 0 obeys the record whatever it says. It compares
+      experts of all groups.
+    groups: see `limited`; more than 1 only with scores='sigmoid'.
+    top_groups: groups that the live choice is made from.
     implementation: see `launch`.
 
   Returns:
     (gates f32 [R K], experts i32 [R K], live choice i32 [R K]).
   """
   implementation = launch.resolve(implementation)
-  if bias is not None and scores == SOFTMAX:
-    raise ValueError(f'bias: only with scores={SIGMOID!r}')
+  if scores == SOFTMAX and (bias is not None or groups > 1):
+    raise ValueError(f'bias, groups: only with scores={SIGMOID!r}')
   if implementation != launch.REFERENCE:
-    rule = _Rule(top_k, blank, scores, renormalize, scale, threshold)
+    rule = _Rule(
+        top_k,
+        blank,
+        scores,
+        renormalize,
+        scale,
+        threshold,
+        groups,
+        top_groups,
+    )
     bias = jnp.zeros(logits.shape[1:], jnp.float32) if bias is None else bias
     return _route(logits, bias, recorded, rule, implementation)
   values = _scores(logits, scores)
   values = values if bias is None else values + bias[None, :]
   # Logits order as their softmax does, without its rounding.
-  live = select(logits if scores == SOFTMAX else values, top_k)
+  ordered = logits if scores == SOFTMAX else values
+  if groups > 1:
+    ordered = limited(ordered, groups, top_groups)
+  live = select(ordered, top_k)
   experts = replayed(live, recorded, blank)
   if threshold:
     experts = filtered(experts, live, values, threshold)

@@ -21,6 +21,39 @@ def _scores(x, SIGMOID: tl.constexpr):
 
 
 @triton.jit
+def _two_best(values, i, BE: tl.constexpr):
+  """Sum of the two largest of each row of values [BG BE]."""
+  best = tl.max(values, 1)
+  at = tl.min(tl.where(values == best[:, None], i[None, :], BE), 1)
+  rest = tl.where(i[None, :] == at[:, None], float('-inf'), values)
+  return best + tl.max(rest, 1)
+
+
+@triton.jit
+def _limited(
+    value,
+    i,
+    E: tl.constexpr,
+    BE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BG: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+):
+  """value [BE] in the best groups; -inf elsewhere."""
+  g = tl.arange(0, BG)
+  mine = i[None, :] // (E // GROUPS) == g[:, None]
+  score = _two_best(tl.where(mine, value[None, :], float('-inf')), i, BE)
+  score = tl.where(g < GROUPS, score, float('-inf'))
+  kept = tl.zeros((BG,), tl.int32)
+  for _ in tl.static_range(TOP_GROUPS):
+    best = tl.min(tl.where(score == tl.max(score, 0), g, BG), 0)
+    kept = tl.where(g == best, 1, kept)
+    score = tl.where(g == best, float('-inf'), score)
+  keep = tl.max(tl.where(mine, kept[:, None], 0), 0)
+  return tl.where(keep == 1, value, float('-inf'))
+
+
+@triton.jit
 def _at(values, ids, i):
   """values [BE] at ids [BK]; a sum of one term is exact."""
   hit = ids[:, None] == i[None, :]
@@ -53,6 +86,9 @@ def route_forward(
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
     THRESHOLD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BG: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
 ):
   row = tl.program_id(0).to(tl.int64)
   i = tl.arange(0, BE)
@@ -64,6 +100,8 @@ def route_forward(
   if SIGMOID:
     value = score + tl.load(bias + i, mask=i < E, other=0.0)
     left = tl.where(i < E, value, float('-inf'))
+  if GROUPS > 1:
+    left = _limited(left, i, E, BE, GROUPS, BG, TOP_GROUPS)
   chosen = tl.zeros((BK,), tl.int32)
   for j in tl.static_range(K):
     peak = tl.max(left, 0)
@@ -161,6 +199,9 @@ def forward(logits, bias, recorded, rule, implementation):
       implementation=implementation,
       BLANK=rule.blank,
       THRESHOLD=rule.threshold,
+      GROUPS=rule.groups,
+      BG=triton.next_power_of_2(rule.groups),
+      TOP_GROUPS=rule.top_groups,
       **_constants(logits, rule),
   )
 

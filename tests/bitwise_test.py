@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
+from composer_jax import rope
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
@@ -35,6 +36,21 @@ KINDS = {
     'softmax': {},
     'sigmoid': {'router': 'sigmoid', 'shared_experts': 1, 'routed_scale': 2.5},
     'dense': {'experts': 0, 'top_k': 0, 'shared_experts': 2},
+    'deepseek': {
+        'router': 'sigmoid',
+        'shared_experts': 1,
+        'expert_groups': 2,
+        'dense_layers': 1,
+        'dense_ffn': 48,
+        'kv_heads': 1,
+        'kv_latent': 24,
+        'q_latent': 20,
+        'rope_dim': 8,
+        'value_dim': 12,
+        'rope_scaling': rope.Yarn(
+            4.0, 32, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.8
+        ),
+    },
 }
 BATCHES = ((1, 5, None), (3, 31, 7), (7, 32, 13), (33, 17, 1))
 
@@ -160,7 +176,7 @@ class BitwiseTest(parameterized.TestCase):
     check_decode_equals_trainer(dtype, 'softmax', *batch)
 
   @parameterized.product(
-      dtype=('float32', 'bfloat16'), kind=('sigmoid', 'dense')
+      dtype=('float32', 'bfloat16'), kind=('sigmoid', 'dense', 'deepseek')
   )
   def test_other_models_too(self, dtype, kind):
     check_decode_equals_trainer(dtype, kind, *BATCHES[2])

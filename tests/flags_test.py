@@ -26,9 +26,10 @@ class SoftClip:
   width: float = 0.3
 
 def experiment():
-  nothing = dict.fromkeys(('advantage', 'tasks', 'midtrain_optimizer',
-                           'warmup_optimizer', 'rl_optimizer'))
-  return config.Experiment('soft', SoftClip(), rewards=(), **nothing)
+  nothing = dict.fromkeys(('advantage', 'tasks', 'rl_optimizer'))
+  return config.Experiment(
+      'soft', SoftClip(), rewards=(), phases=(), **nothing
+  )
 
 def wrong():
   return 3

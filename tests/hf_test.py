@@ -3,21 +3,26 @@
 import dataclasses
 import json
 import pathlib
+import tracemalloc
 import unittest
 import warnings
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from composer_jax import config
+from composer_jax.model import decode
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
+from kernels_triton import contract
 
 try:
   import torch
@@ -33,13 +38,60 @@ _COMMON = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
-    max_position_embeddings=64,
+    max_position_embeddings=128,
     rms_norm_eps=1e-6,
 )
+_YARN = {
+    'rope_type': 'yarn',
+    'rope_theta': 10_000.0,
+    'factor': 4.0,
+    'original_max_position_embeddings': 32,
+}
+_LATENT = {
+    'num_hidden_layers': 3,
+    'num_key_value_heads': 4,
+    'head_dim': 6,
+    'q_lora_rank': 20,
+    'kv_lora_rank': 16,
+    'qk_nope_head_dim': 8,
+    'qk_rope_head_dim': 6,
+    'v_head_dim': 10,
+    'first_k_dense_replace': 1,
+    'n_routed_experts': 12,
+    'num_experts_per_tok': 4,
+    'n_shared_experts': 2,
+    'moe_intermediate_size': 16,
+    'n_group': 4,
+    'topk_group': 2,
+}
+# Name of the model, and a remark -> what is special about its config.
 _FAMILIES = {
-    'Llama': {},
-    'Qwen2': {'tie_word_embeddings': True},
+    'Llama': {
+        'rope_parameters': {
+            'rope_type': 'llama3',
+            'rope_theta': 10_000.0,
+            'factor': 8.0,
+            'low_freq_factor': 1.0,
+            'high_freq_factor': 4.0,
+            'original_max_position_embeddings': 32,
+        }
+    },
+    'Qwen2': {'tie_word_embeddings': True, 'rope_parameters': _YARN},
     'Qwen3': {},
+    'DeepseekV3': _LATENT
+    | {
+        'rope_parameters': _YARN
+        | {'mscale': 1.0, 'mscale_all_dim': 0.7, 'beta_fast': 8.0}
+    },
+    'DeepseekV3 plain': _LATENT
+    | {
+        'q_lora_rank': None,
+        'n_group': 1,
+        'topk_group': 1,
+        'first_k_dense_replace': 0,
+        'norm_topk_prob': False,
+        'num_hidden_layers': 2,
+    },
     'Mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2},
     'Qwen2Moe': {
         'num_experts': 6,
@@ -56,6 +108,7 @@ _FAMILIES = {
     },
 }
 _TOKENS = 32  # a key block: rows of one shape for all families
+_PROMPT, _SAMPLED = 16, 64
 
 
 def _kind(name):
@@ -66,15 +119,56 @@ def _kind(name):
 
 def _torch_model(name):
   torch.manual_seed(0)
-  cfg = _kind(f'{name}Config')(**_COMMON, **_FAMILIES[name])
-  model = _kind(f'{name}ForCausalLM')(cfg).eval()
+  cfg = _kind(f'{name.split()[0]}Config')(**_COMMON | _FAMILIES[name])
+  model = _kind(f'{name.split()[0]}ForCausalLM')(cfg).eval()
   with torch.no_grad():
     for key, p in model.named_parameters():
       if 'norm' in key or key.endswith('bias'):
         p.add_(0.3 * torch.randn_like(p))
       else:
         p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+    for p in _biases(model):
+      p.copy_(0.1 * torch.randn_like(p))
   return model
+
+
+def _biases(model):
+  """What chooses experts and is no parameter."""
+  return [b for k, b in model.named_buffers() if 'correction_bias' in k]
+
+
+def _record_choices(model):
+  """Returns a list that a forward appends every MoE layer's choice to."""
+  chosen = []
+  for name, module in model.named_modules():
+    if name.endswith('mlp.gate') and _biases(model):
+      module.register_forward_hook(
+          lambda _, __, out: chosen.append(out[2].numpy())
+      )
+  return chosen
+
+
+def _greedy(params, cfg, prompt):
+  """Ids i32 [_SAMPLED] after the prompt, from the decoder's own cache."""
+  length = len(prompt) + _SAMPLED
+  width = -(-length // contract.KEY_BLOCK)
+  table = jnp.arange(width, dtype=jnp.int32)[None]
+
+  @jax.jit
+  def run(params, prompt):
+    def step(carry, at):
+      pages, last = carry
+      fed = jnp.where(at < prompt.size, prompt[at % prompt.size], last)
+      logps, pages, _ = decode.step(
+          params, pages, fed[None], at[None], table, cfg=cfg
+      )
+      best = jnp.argmax(logps[0]).astype(jnp.int32)
+      return (pages, best), best
+
+    start = decode.init_pages(cfg, width), jnp.int32(0)
+    return jax.lax.scan(step, start, jnp.arange(length - 1))[1]
+
+  return np.asarray(run(params, jnp.asarray(prompt)))[len(prompt) - 1 :]
 
 
 def _ours(params, cfg, tokens, recorded=None):
@@ -118,15 +212,35 @@ class ParityTest(parameterized.TestCase):
         jax.value_and_grad(loss, has_aux=True)
     )(params)
     batch = torch.tensor(tokens[None].astype(np.int64))
-    more = {'output_router_logits': True} if cfg.experts else {}
+    choices = _record_choices(model)
+    more = {}
+    if cfg.router == 'softmax' and cfg.experts:
+      more = {'output_router_logits': True}
     out = model(batch, labels=batch, **more)
     want = torch.log_softmax(out.logits[0].detach(), -1).numpy()
     np.testing.assert_allclose(np.asarray(logps), want, rtol=0, atol=1e-4)
-    if cfg.experts:
-      for layer, scores in enumerate(out.router_logits):
-        best = np.sort(scores.detach().topk(cfg.top_k).indices.numpy(), axis=1)
-        chosen = np.sort(np.asarray(routing[:, layer]), axis=1)
-        np.testing.assert_array_equal(chosen, best)
+    if more:
+      choices = [
+          scores.detach().topk(cfg.top_k).indices.numpy()
+          for scores in out.router_logits
+      ]
+    self.assertLen(choices, cfg.moe_layers * (cfg.experts > 0))
+    for layer, best in enumerate(choices):
+      np.testing.assert_array_equal(
+          np.sort(np.asarray(routing[:, layer]), axis=1), np.sort(best, axis=1)
+      )
+    prompt = batch[:, :_PROMPT]
+    text = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=_SAMPLED,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    np.testing.assert_array_equal(
+        _greedy(params, cfg, tokens[:_PROMPT]), text[0, _PROMPT:].numpy()
+    )
     model.zero_grad()
     torch.nn.functional.cross_entropy(
         out.logits[0, :-1], batch[0, 1:]
@@ -134,10 +248,10 @@ class ParityTest(parameterized.TestCase):
     self._compare_gradients(cfg, model, grads, folder)
 
     # The way back, in several files.
-    hf.save(folder / 'ours', cfg, named, {}, 64, shard_bytes=20_000)
+    hf.save(folder / 'ours', cfg, named, {}, 128, shard_bytes=20_000)
     self.assertGreater(len([*(folder / 'ours').glob('*.safetensors')]), 1)
     back = (
-        _kind(f'{name}ForCausalLM')
+        _kind(f'{name.split()[0]}ForCausalLM')
         .from_pretrained(folder / 'ours', dtype=torch.float32)
         .eval()
     )
@@ -152,6 +266,8 @@ class ParityTest(parameterized.TestCase):
     with torch.no_grad():
       for p in model.parameters():
         p.copy_(p.grad if p.grad is not None else torch.zeros_like(p))
+      for b in _biases(model):
+        b.zero_()
     model.save_pretrained(folder / 'gradients')
     want = hf.load(folder / 'gradients', cfg, np.float32)
     for key, got in params_lib.names(grads).items():
@@ -189,13 +305,63 @@ class FolderTest(parameterized.TestCase):
   def test_round_trip_is_exact(self, shard_bytes):
     self._save(shard_bytes=shard_bytes)
     read = []
-    found = hf.load(self.folder, _SMALL, ended=lambda: read.append(None))
+    found = hf.load(self.folder, _SMALL, read=read.append)
     self.assertEqual(found.keys(), self.named.keys())
     for name, want in self.named.items():
       self.assertEqual(found[name].dtype, ml_dtypes.bfloat16)
       self.assertEqual(found[name].tobytes(), want.tobytes(), name)
-    self.assertLen(read, len([*families.pieces(_SMALL)]))
+    self.assertEqual(sum(read), params_lib.count(_SMALL)[0])
     self.assertEqual((self.folder / 'a.txt').read_text(), 'b\n')
+
+  @hypothesis.given(st.data())
+  def test_any_part_is_that_part_of_the_whole(self, data):
+    if not self.folder.exists():
+      self._save(shard_bytes=2000)
+    with hf.Reader(self.folder, _SMALL) as reader:
+      name = data.draw(st.sampled_from(sorted(reader.shapes)))
+      index = []
+      for size in reader.shapes[name]:
+        first = data.draw(st.integers(0, size - 1))
+        index.append(slice(first, data.draw(st.integers(first + 1, size))))
+      part = reader.part(name, tuple(index))
+    want = self.named[name][tuple(index)]
+    self.assertEqual(part.shape, want.shape)
+    self.assertEqual(part.tobytes(), want.tobytes())
+
+  def test_onto_a_mesh(self):
+    self._save()
+    mesh = jax.sharding.Mesh(
+        np.asarray(jax.devices()).reshape(2, 2), ('a', 'b')
+    )
+    rules = {'embed': 'a', 'experts': 'b', 'vocab': 'b', 'layers': None}
+    shardings = jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        params_lib.pspecs(params_lib.abstract(_SMALL), rules),
+    )
+    params = hf.load_sharded(self.folder, _SMALL, shardings, jnp.bfloat16)
+    for name, leaf in params_lib.names(params).items():
+      self.assertEqual(np.asarray(leaf).tobytes(), self.named[name].tobytes())
+    w_in = params.layers.moe.w_in
+    self.assertEqual(w_in.sharding, shardings.layers.moe.w_in)
+    self.assertEqual(w_in.addressable_shards[0].data.size * 4, w_in.size)
+
+  def test_a_part_needs_the_memory_of_a_part(self):
+    cfg = dataclasses.replace(_SMALL, experts=64, embed=256, moe_ffn=512)
+    named = {
+        name: np.zeros(leaf.shape, ml_dtypes.bfloat16)
+        for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
+    }
+    hf.save(self.folder, cfg, named, {}, 64)
+    whole = named['layers/moe/w_in'].nbytes
+    index = (slice(None), slice(8, 16), slice(0, 128), slice(None), slice(None))
+    with hf.Reader(self.folder, cfg) as reader:
+      tracemalloc.start()
+      part = reader.part('layers/moe/w_in', index)
+      peak = tracemalloc.get_traced_memory()[1]
+      tracemalloc.stop()
+    self.assertEqual(part.nbytes * 16, whole)
+    one = whole // cfg.experts
+    self.assertLess(peak, part.nbytes + one)
 
   def test_never_overwrites_and_leaves_nothing_behind(self):
     self._save()
@@ -233,7 +399,13 @@ class FolderTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'model_type': 'gpt2'}, "model_type='gpt2'; must be one of llama"),
       ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
-      ({'rope_scaling': {'rope_type': 'yarn'}}, "rope_type='yarn'"),
+      ({'rope_scaling': {'type': 'linear'}}, "rope_type='linear'.*'yarn'"),
+      (
+          {'rope_scaling': {'type': 'yarn', 'factor': 0.5}},
+          'Yarn.factor=0.5: must be at least 1',
+      ),
+      ({'quantization_config': {'quant_method': 'fp8'}}, "'fp8'.*convert"),
+      ({'topk_method': 'greedy'}, "topk_method='greedy'.*only 'noaux_tc'"),
       ({'mlp_only_layers': [0]}, r'mlp_only_layers=\[0\] is not supported'),
       ({'hidden_size': None}, 'has no hidden_size'),
   )

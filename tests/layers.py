@@ -18,7 +18,8 @@ _HOST = 'numpy'
 _JAX = 'jax numpy optax flax'
 LAYERS: dict[str, tuple[str, str, str]] = {
     'trace': ('composer_jax/trace.py', '', _HOST),
-    'config': ('composer_jax/config.py', '', ''),
+    'rope': ('composer_jax/rope.py', '', ''),
+    'config': ('composer_jax/config.py', 'rope', ''),
     'config_text': ('composer_jax/config_text.py', '', ''),
     'typing': ('composer_jax/typing.py', '', 'beartype jaxtyping'),
     'kernels_triton': (
@@ -28,7 +29,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'model': (
         'composer_jax/model/*.py',
-        'config kernels_triton trace typing',
+        'config kernels_triton rope trace typing',
         f'{_JAX} jaxtyping safetensors ml_dtypes',
     ),
     'learner': (

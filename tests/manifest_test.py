@@ -25,8 +25,7 @@ def _experiment(steps=100):
       advantage=None,
       tasks=None,
       rewards=(),
-      midtrain_optimizer=adam,
-      warmup_optimizer=adam,
+      phases=(),
       rl_optimizer=adam,
       rl=config.RlConfig(steps=steps),
   )

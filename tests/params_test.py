@@ -1,5 +1,7 @@
 """One declaration per tensor: names, shapes, values and specs derive from it."""
 
+import dataclasses
+
 from absl.testing import absltest
 import jax
 from jax.sharding import PartitionSpec
@@ -51,6 +53,31 @@ class ParamsTest(absltest.TestCase):
     )
     # The router's output is an axis of its own: top-k must see it whole.
     self.assertEqual(specs.layers.moe.router, PartitionSpec(None, 'fsdp', None))
+
+  def test_layers_of_two_kinds_are_two_stacks(self):
+    cfg = dataclasses.replace(
+        _CFG,
+        layers=3,
+        dense_layers=2,
+        dense_ffn=24,
+        router='sigmoid',
+        kv_heads=1,
+        kv_latent=12,
+        rope_dim=4,
+        value_dim=6,
+    )
+    tree = params.publish_dtype(params.init(cfg, jax.random.key(0)))
+    named = params.names(tree)
+    self.assertEqual(named['dense_layers/moe/shared_in'].shape, (2, 32, 2, 24))
+    self.assertEqual(named['layers/moe/w_in'].shape, (1, 4, 32, 2, 16))
+    self.assertEqual(named['layers/attention/kv_down'].shape, (1, 32, 16))
+    self.assertEqual(named['dense_layers/attention/wo'].shape, (2, 4, 6, 32))
+    # A bias that chooses is compared with scores: bf16 would be too coarse.
+    self.assertEqual(named['layers/moe/bias'].dtype, np.float32)
+    total, active = params.count(cfg)
+    self.assertEqual(total, sum(x.size for x in named.values()))
+    experts = sum(named[f'layers/moe/w_{x}'].size for x in ('in', 'out'))
+    self.assertEqual(total - active, experts // 2)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
-"""Kinds of models: sigmoid router, shared experts, dense; one contract for all."""
+"""Kinds of models: routers, shared experts, dense, latent; one contract for all."""
 
 import dataclasses
+import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
+from composer_jax import rope
 from composer_jax import trace
 from composer_jax.learner import items
 from composer_jax.learner import losses
@@ -41,6 +43,23 @@ _VARIANTS = {
         qk_norm=True,
         tied=True,
     ),
+    'deepseek': dict(
+        layers=2,
+        dense_layers=1,
+        dense_ffn=48,
+        experts=6,
+        router='sigmoid',
+        routed_scale=2.5,
+        expert_groups=3,
+        top_groups=2,
+        shared_experts=1,
+        kv_heads=1,
+        kv_latent=24,
+        q_latent=20,
+        rope_dim=8,
+        value_dim=12,
+        rope_scaling=rope.Yarn(4.0, 32, mscale=1.0, mscale_all_dim=0.8),
+    ),
 }
 _PROMPT, _LENGTH = 21, 40
 
@@ -54,9 +73,10 @@ def _params(cfg):
   params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(0)))
   named = params_lib.names(params)
   for name, value in named.items():
-    if name.split('/')[-1] in ('bias', 'bq', 'bk', 'bv', 'q_norm', 'k_norm'):
+    last = name.split('/')[-1]
+    if last in ('bias', 'bq', 'bk', 'bv') or last.endswith('_norm'):
       noise = jax.random.normal(jax.random.key(len(name)), value.shape)
-      named[name] = (value + noise).astype(jnp.bfloat16)
+      named[name] = (value + noise).astype(value.dtype)
   named = {k: v.astype(jnp.float32) for k, v in named.items()}
   return params_lib.from_names(named)
 
@@ -92,7 +112,7 @@ class VariantsTest(parameterized.TestCase):
     logps, routing = map(np.asarray, scored)
     rows = [np.argwhere(batch.rollouts == i)[0][0] for i in (1, 2, 3)]
     logps, routing = logps[rows, :_LENGTH], routing[rows, :_LENGTH]
-    self.assertEqual(routing.shape, (3, _LENGTH, cfg.layers, cfg.top_k))
+    self.assertEqual(routing.shape, (3, _LENGTH, cfg.moe_layers, cfg.top_k))
 
     table = jnp.asarray([[3, 0], [1, 2]], jnp.int32)
     pages = decode.init_pages(cfg, 4)
@@ -129,7 +149,7 @@ class VariantsTest(parameterized.TestCase):
     )
     self.addCleanup(engine.close)
     prompts = [
-        items.document(np.arange(5, 9 + i, dtype=np.int32)) for i in range(3)
+        items.document(np.arange(5, 39 + i, dtype=np.int32)) for i in range(3)
     ]
     prompts = [
         dataclasses.replace(
@@ -139,10 +159,19 @@ class VariantsTest(parameterized.TestCase):
         )
         for p in prompts
     ]
-    windows = [
-        engine.submit(engine_lib.Request(p, 12, frozenset(), seed)).result(60)
+    requests = [
+        engine_lib.Request(p, 12, frozenset(), seed)
         for seed, p in enumerate(prompts)
     ]
+    windows = [engine.submit(r).result(60) for r in requests]
+    self.assertGreater(engine.stats().cached_tokens, 0)  # of shared prefixes
+    for request, window in zip(requests, windows, strict=True):
+      again = engine.submit(request).result(60)
+      np.testing.assert_array_equal(again.tokens, window.tokens)
+      np.testing.assert_array_equal(again.logps, window.logps)
+      np.testing.assert_array_equal(
+          again.routing.experts, window.routing.experts
+      )
     packed = [items.Item(i, w, 1.0) for i, w in enumerate(windows, 1)]
     shape = packing.Shape(4, 64, contract.KEY_BLOCK)
     batches, _ = packing.pack_all(packed, shape, now=0, replay=cfg)
@@ -168,7 +197,7 @@ class VariantsTest(parameterized.TestCase):
         cfg=cfg,
         loss=losses.NextToken(),
         mesh=step.make_mesh(config.MeshConfig(2)),
-        balance=0.01,
+        balancing=config.Balancing(aux=0.01),
     )
     still = {
         name
@@ -177,8 +206,9 @@ class VariantsTest(parameterized.TestCase):
     }
     self.assertEqual(still, {'layers/moe/bias'} & set(params_lib.names(grads)))
 
-  def test_parameters_come_back_and_a_lone_half_is_refused(self):
-    params = _params(_cfg('sigmoid'))
+  @parameterized.parameters('sigmoid', 'deepseek')
+  def test_parameters_come_back_and_a_lone_half_is_refused(self, variant):
+    params = _params(_cfg(variant))
     named = params_lib.names(params)
     back = params_lib.from_names(named)
     jax.tree.map(np.testing.assert_array_equal, back, params)
@@ -191,6 +221,17 @@ class VariantsTest(parameterized.TestCase):
       (dict(experts=0, shared_experts=1), 'top_k=2'),
       (dict(router='tanh'), 'router='),
       (dict(replay_threshold=2.0), 'replay_threshold='),
+      (dict(dense_layers=1, dense_ffn=8), r'dense_layers=1: .* layers=1'),
+      (dict(dense_ffn=8), 'dense_ffn=8: .*dense_layers=0'),
+      (dict(router='sigmoid', expert_groups=3), 'expert_groups=3: .*experts=4'),
+      (dict(expert_groups=2), "expert_groups=2: .*router='sigmoid'"),
+      (
+          dict(router='sigmoid', expert_groups=2, top_groups=3),
+          'top_groups=3: .*expert_groups=2',
+      ),
+      (dict(kv_latent=8, kv_heads=1), 'rope_dim=0: .*kv_latent=8'),
+      (dict(rope_dim=8), 'rope_dim=8: .*kv_latent=0'),
+      (dict(kv_latent=8, rope_dim=2, value_dim=2), 'kv_heads=2'),
       (dict(kernels='cuda'), 'kernels='),
   )
   def test_what_is_no_model_is_refused(self, changes, field):
@@ -216,6 +257,32 @@ class RouterTest(absltest.TestCase):
     np.testing.assert_array_equal(experts, [[3, 2]])
     want = 2 / (1 + np.exp([[9.0, -2.0]]))
     np.testing.assert_allclose(gates, want, 1e-6)
+
+  def test_groups_count_their_two_best_biased_scores(self):
+    scores = np.array([[0.9, 0.1, 0.5, 0.6, 0.2, 0.7]])
+    bias = jnp.asarray([0.0, 0.0, 0.0, 0.0, 0.3, 0.0])
+    routed = functools.partial(
+        router.route,
+        jnp.asarray(np.log(scores / (1 - scores)), jnp.float32),
+        bias,
+        top_k=2,
+        blank=255,
+        scores='sigmoid',
+        groups=3,
+    )
+    blank = jnp.full((1, 2), 255, jnp.uint8)
+    # Groups count 1.0, 1.1 and 1.2: the best expert of all is in the worst.
+    _, experts, _ = routed(blank, top_groups=1)
+    np.testing.assert_array_equal(experts, [[5, 4]])
+    _, experts, _ = routed(blank, top_groups=2)
+    np.testing.assert_array_equal(experts, [[5, 3]])
+    # A record is obeyed, whatever its groups, and filtered by value alone.
+    record = jnp.asarray([[0, 1]], jnp.uint8)
+    _, experts, live = routed(record, top_groups=1)
+    np.testing.assert_array_equal(experts, [[0, 1]])
+    np.testing.assert_array_equal(live, [[5, 4]])
+    _, experts, _ = routed(record, top_groups=1, threshold=0.9)
+    np.testing.assert_array_equal(experts, [[0, 5]])
 
   def test_filter_replaces_what_fell_far_and_stays_distinct(self):
     values = jnp.asarray([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]])

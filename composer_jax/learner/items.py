@@ -137,7 +137,7 @@ def _check(item: Item, longest: int, now: int, shared: float) -> None:
 
 def _check_routing(item: Item, model: config.ModelConfig) -> None:
   t = item.trace
-  want = (len(t), model.layers, model.top_k)
+  want = (len(t), model.moe_layers, model.top_k)
   dtype = trace.route_dtype(model.experts)
   if t.routing is None:
     raise ValueError(

@@ -66,21 +66,17 @@ class PackStats:
 
 
 def pack_documents(
-    documents: Sequence[np.ndarray],
-    shape: Shape,
-    trained: Sequence[np.ndarray] | None = None,
+    documents: Sequence[np.ndarray], shape: Shape
 ) -> tuple[batch.Batch, PackStats]:
   """Packs plain text for next-token training; see `pack`.
 
   Args:
     documents: int32 [T] each, at most `shape.tokens_per_row` long.
     shape: of the batch.
-    trained: bool [T] for each document; None for all tokens.
   """
-  masks = [None] * len(documents) if trained is None else trained
   items = [
-      items_lib.Item(i, items_lib.document(d, m), 1.0)
-      for i, (d, m) in enumerate(zip(documents, masks, strict=True), 1)
+      items_lib.Item(i, items_lib.document(d), 1.0)
+      for i, d in enumerate(documents, 1)
   ]
   return pack(items, shape, now=0)
 
@@ -215,7 +211,9 @@ def _fill(
   if replay is not None:
     dtype = trace.route_dtype(replay.experts)
     routing = np.full(
-        (*size, replay.layers, replay.top_k), trace.blank_route(dtype), dtype
+        (*size, replay.moe_layers, replay.top_k),
+        trace.blank_route(dtype),
+        dtype,
     )
   out = batch.Batch(
       tokens=np.zeros(size, np.int32),

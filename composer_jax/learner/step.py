@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from composer_jax import config
+from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
@@ -29,6 +30,7 @@ from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
 TokenStats = batch_lib.TokenStats
+_UNBALANCED = config.Balancing()  # as in RL
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
@@ -122,7 +124,7 @@ def restart(
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
   """Masters as the rollout side sees them: bf16 values held in f32."""
-  return jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), params)
+  return params_lib.rounded(params, lambda x: lax.reduce_precision(x, 8, 7))
 
 
 def target_stats(params, batch: Batch, cfg):
@@ -177,7 +179,9 @@ def check_loss(loss: batch_lib.Loss) -> None:
   jax.eval_shape(functools.partial(_loss_of, loss), stats)
 
 
-@functools.partial(jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance'))
+@functools.partial(
+    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
+)
 def gradients(
     params: params_lib.Params,
     batch: Batch,
@@ -186,7 +190,8 @@ def gradients(
     cfg: config.ModelConfig,
     loss: batch_lib.Loss,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
+    tokens: jax.Array | float = 1.0,
     reference: params_lib.Params | None = None,
 ) -> tuple[params_lib.Params, batch_lib.Metrics]:
   """Gradient of sum(mask * per_token) / denominator over one micro-batch.
@@ -202,8 +207,8 @@ def gradients(
     cfg: the model.
     loss: static; hashes by value.
     mesh: see `make_mesh`.
-    balance: weight of the router balance term (Fedus et al., arXiv
-      2101.03961), per micro-batch; 0 in RL.
+    balancing: what is asked of the router; nothing in RL.
+    tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
@@ -213,14 +218,13 @@ def gradients(
     ValueError: the loss returns a wrong shape (at trace time).
   """
   specs = params_lib.pspecs(params, sharding.RULES)
-  shards = mesh.size // mesh.shape[sharding.TENSOR]
 
-  def local(params, batch, denominator, reference):
+  def local(params, batch, denominator, tokens, reference):
     def forward(params):
       logps, entropy, out = target_stats(params, batch, cfg)
-      return (logps, out.router_stats.balance), (entropy, out.router_stats)
+      return (logps, out.router_stats), entropy
 
-    (logps, balanced), vjp, (entropy, routers) = jax.vjp(
+    (logps, routers), vjp, entropy = jax.vjp(
         forward, rounded(params), has_aux=True
     )
     gather = functools.partial(
@@ -245,29 +249,29 @@ def gradients(
     d_logps = lax.dynamic_slice_in_dim(
         d_every, lax.axis_index(sharding.ROWS) * rows, rows
     )
-    share = jnp.full((), balance / shards, jnp.float32)
-    (grads,) = vjp((d_logps, share))
+    # Of sums over all devices: each adds its part of the same gradient.
+    routers = lax.psum(routers, sharding.ROWS)
+    real = jnp.sum(whole.segments > 0).astype(jnp.float32)
+    d_routers, router_metrics = jax.grad(balancing_lib.loss, has_aux=True)(
+        routers, real, tokens, cfg, balancing
+    )
+    (grads,) = vjp((d_logps, d_routers))
     grads = sharding.summed(grads, specs)
-    routers, balanced = lax.psum((routers, balanced), sharding.ROWS)
     mean = batch_lib.Mean
-    metrics |= stats_lib.mismatch(whole, stats)
+    metrics |= router_metrics | stats_lib.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
-        'routing/blank': mean(
-            routers.blank,
-            cfg.layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
-        ),
-        'routing/balance': mean(balanced, jnp.asarray(float(shards))),
+        'routing/blank': mean(routers.blank, cfg.moe_layers * real),
     }
     return grads, metrics
 
   return sharding.over_mesh(
       local,
       mesh,
-      in_specs=(specs, P(sharding.ROWS), P(), reference and specs),
+      in_specs=(specs, P(sharding.ROWS), P(), P(), reference and specs),
       out_specs=(specs, P()),
-  )(params, batch, denominator, reference)
+  )(params, batch, denominator, jnp.asarray(tokens, jnp.float32), reference)
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -305,7 +309,7 @@ def train_step(
     loss: batch_lib.Loss,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
     reference: params_lib.Params | None = None,
     on_nonfinite: Callable[[Batch], str] | None = None,
 ) -> tuple[batch_lib.TrainState, dict[str, float]]:
@@ -320,7 +324,7 @@ def train_step(
     loss: what to minimise.
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
-    balance: weight of the router balance term.
+    balancing: what is asked of the router.
     reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
@@ -332,6 +336,7 @@ def train_step(
   """
   rows = NamedSharding(mesh, P(sharding.ROWS))
   z = jnp.asarray(denominator, jnp.float32)
+  tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
     batch = jax.device_put(batch, rows)
@@ -342,7 +347,8 @@ def train_step(
         cfg=cfg,
         loss=loss,
         mesh=mesh,
-        balance=balance,
+        balancing=balancing,
+        tokens=tokens,
         reference=reference,
     )
     if not np.isfinite(jax.device_get(m['loss'].total)):
@@ -361,8 +367,12 @@ def train_step(
         f' finite; last batch: {where}'
     )
   state = apply_gradients(state, grads, tx=tx)
+  load = metrics.pop('routing/load').total
+  if balancing.bias_speed:
+    state = balancing_lib.rebias(state, load, balancing.bias_speed)
   metrics = jax.device_get(metrics)
   figures = {k: float(v.value()) for k, v in metrics.items()}
+  figures['routing/max_load'] = balancing_lib.max_load(np.asarray(load))
   return state, figures | {'grad_norm': norm}
 
 
@@ -401,5 +411,13 @@ def score(
 
 def compilations() -> int:
   """Programs compiled so far for training steps and scores."""
-  jitted = (gradients, apply_gradients, score, _norm, _add, _merge)
+  jitted = (
+      gradients,
+      apply_gradients,
+      score,
+      balancing_lib.rebias,
+      _norm,
+      _add,
+      _merge,
+  )
   return sum(f._cache_size() for f in jitted)  # pylint: disable=protected-access

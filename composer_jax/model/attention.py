@@ -13,20 +13,29 @@ from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import rows
 
+_LATENT_EPS = 1e-6  # of norms inside a projection, whatever `norm_eps` is
+
 
 def rope_table(cfg: config.ModelConfig, length: int) -> np.ndarray:
   """Rotary angles (Su et al., arXiv 2104.09864), computed on the host.
 
   Args:
-    cfg: gives head_dim H and theta.
+    cfg: gives theta, scaling, and R: how many dimensions of a head rotate.
     length: positions covered.
 
   Returns:
-    f32 [length 2 H/2]: cosines, then sines.
+    f32 [length 2 R/2]: cosines, then sines.
   """
-  half = np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim
-  angles = np.arange(length)[:, None] * cfg.rope_theta ** -half[None, :]
-  return np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+  dims, amplitude = cfg.rope_dim or cfg.head_dim, 1.0
+  if cfg.rope_scaling is None:
+    half = np.arange(0, dims, 2, dtype=np.float64) / dims
+    speeds = cfg.rope_theta**-half
+  else:
+    speeds = np.array(cfg.rope_scaling.frequencies(cfg.rope_theta, dims))
+    amplitude = cfg.rope_scaling.amplitude
+  angles = np.arange(length)[:, None] * speeds[None, :]
+  table = np.stack([np.cos(angles), np.sin(angles)], 1) * amplitude
+  return table.astype(np.float32)
 
 
 def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
@@ -59,6 +68,56 @@ def _norm(x, scale, cfg):
   return out.reshape(x.shape)
 
 
+def _latent_block(cfg, weights, x, angles):
+  norm, q_down, q_norm, w_q, k_up, kv_down, kv_norm = weights
+  multiply, by_head = (
+      functools.partial(f, dtype=cfg.dtype, implementation=cfg.kernels)
+      for f in (matmul.matmul, matmul.heads)
+  )
+  norms = functools.partial(rmsnorm.rms_norm, implementation=cfg.kernels)
+  x = norms(x, norm, cfg.norm_eps)
+  latent, k = jnp.split(multiply(x, kv_down), [cfg.kv_latent], axis=1)
+  latent = norms(latent, kv_norm, _LATENT_EPS)
+  if cfg.q_latent:
+    x = norms(multiply(x, q_down), q_norm, _LATENT_EPS)
+  q = multiply(x, w_q).reshape(-1, cfg.q_heads, cfg.head_dim + cfg.rope_dim)
+  q, turned = jnp.split(q, [cfg.head_dim], axis=2)
+  q = by_head(q, k_up)
+  q = jnp.concatenate([q, _rotate(turned, angles)], axis=2)
+  k = jnp.concatenate([latent[:, None], _rotate(k[:, None], angles)], axis=2)
+  return (q * score_scale(cfg)).astype(cfg.dtype), k.astype(cfg.dtype)
+
+
+def score_scale(cfg: config.ModelConfig) -> float:
+  """Factor of a query's dot products with keys, in latent attention."""
+  scale = (cfg.head_dim + cfg.rope_dim) ** -0.5
+  rope = cfg.rope_scaling
+  return scale if rope is None else scale * rope.score_scale
+
+
+def _project_latent(x, weights, angles, cfg):
+  """The absorbed form: the keys' up-projection is part of the query.
+
+  So all heads read one key and value per token, both roles multiply the same
+  numbers, and no cache holds more than these. Training pays for it with wider
+  dot products than those of expanded keys.
+  """
+  wide = lambda w: None if w is None else w.astype(jnp.float32)
+  w_q = weights.wq if weights.q_up is None else weights.q_up
+  small = (
+      weights.norm,
+      wide(weights.q_down),
+      weights.q_latent_norm,
+      wide(w_q.reshape(w_q.shape[0], -1)),
+      wide(weights.kv_up[..., : cfg.head_dim].transpose(1, 2, 0)),
+      wide(weights.kv_down),
+      weights.kv_latent_norm,
+  )
+  block = rows.rowwise(functools.partial(_latent_block, cfg), cfg.kernels)
+  q, k = block(small, x, angles)
+  return q, k, k[:, :, : cfg.kv_latent]
+
+
 def project(
     x: jax.Array,
     weights: params_lib.Attention,
@@ -70,12 +129,16 @@ def project(
   Args:
     x: [n D], residual stream.
     weights: of one layer (no leading L).
-    angles: f32 [n 2 H/2], rows of `rope_table`.
+    angles: f32 [n 2 R/2], rows of `rope_table`.
     cfg: the model.
 
   Returns:
-    q [n N H] scaled by H^-1/2, k [n M H], v [n M H]; of the device's heads.
+    q [n N H] scaled by H^-1/2, k [n M H], v [n M H]; of the device's heads. In
+    latent attention H is the latent and what rotates, M is 1, and v [n 1 C] are
+    the first columns of k.
   """
+  if cfg.kv_latent:
+    return _project_latent(x, weights, angles, cfg)
   flat = [
       w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)
   ]

@@ -25,7 +25,10 @@ from kernels_triton import logprob
 
 
 class Pages(NamedTuple):
-  """Keys and values per layer, so that an update touches one layer's array."""
+  """Keys and values per layer, so that an update touches one layer's array.
+
+  In latent attention a value is the first columns of its key, and v is empty.
+  """
 
   k: tuple[jax.Array, ...]  # L x [P M KEY_BLOCK H]
   v: tuple[jax.Array, ...]
@@ -33,9 +36,24 @@ class Pages(NamedTuple):
 
 def init_pages(cfg: config.ModelConfig, count: int) -> Pages:
   """`count` empty pages of KEY_BLOCK tokens each."""
-  shape = (count, cfg.kv_heads, contract.KEY_BLOCK, cfg.head_dim)
+  width = cfg.kv_latent + cfg.rope_dim if cfg.kv_latent else cfg.head_dim
+  shape = (count, cfg.kv_heads, contract.KEY_BLOCK, width)
   zeros = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.layers))
-  return Pages(zeros(), zeros())
+  return Pages(zeros(), () if cfg.kv_latent else zeros())
+
+
+def _layer(
+    params: params_lib.Params,
+    layer: int,
+    recorded: jax.Array,
+    cfg: config.ModelConfig,
+) -> tuple[params_lib.Layers, config.ModelConfig, jax.Array]:
+  """Weights of a layer, the model that it is of, and its routes [n K]."""
+  stack, i, of = params.layers, layer - cfg.dense_layers, cfg
+  if i < 0:
+    stack, i, of = params.dense_layers, layer, cfg.dense()
+    recorded = transformer.blank_routing(of, recorded.shape[0])
+  return jax.tree.map(lambda w: w[i], stack), of, recorded[:, i]
 
 
 def _forward(
@@ -71,18 +89,19 @@ def _forward(
   page = jnp.where(positions < 0, pages.k[0].shape[0], page)
   new_k, new_v, chosen = [], [], []
   for layer in range(cfg.layers):
-    weights = jax.tree.map(lambda w, i=layer: w[i], params.layers)
+    weights, of, routes = _layer(params, layer, recorded, cfg)
 
     def paged(q, k, v, i=layer):
       put = lambda old, new: old.at[page, :, at % size].set(new, mode='drop')
       new_k.append(put(pages.k[i], k))
+      if cfg.kv_latent:
+        return attend(q, new_k[i], new_k[i])
       new_v.append(put(pages.v[i], v))
       return attend(q, new_k[i], new_v[i])
 
-    x, routed = transformer.block(
-        x, weights, angles, recorded[:, layer], paged, cfg
-    )
-    chosen.append(routed.experts)
+    x, routed = transformer.block(x, weights, angles, routes, paged, of)
+    if layer >= cfg.dense_layers:
+      chosen.append(routed.experts)
   routing = jnp.stack(chosen, axis=1).astype(trace.route_dtype(cfg.experts))
   return x, Pages(tuple(new_k), tuple(new_v)), routing
 
@@ -122,7 +141,13 @@ def prefill(
   def attend(q, k_pages, v_pages):
     q = q.reshape(b, q_rows, *q.shape[1:])
     out = attention_kernel.paged_attention(
-        q, k_pages, v_pages, table, positions, implementation=cfg.kernels
+        q,
+        k_pages,
+        v_pages,
+        table,
+        positions,
+        width=cfg.kv_latent or None,
+        implementation=cfg.kernels,
     )
     return out.reshape(b * q_rows, *out.shape[2:])
 
@@ -169,7 +194,13 @@ def step(
 
   def attend(q, k_pages, v_pages):
     return attention_kernel.paged_decode_attention(
-        q, k_pages, v_pages, table, positions, implementation=cfg.kernels
+        q,
+        k_pages,
+        v_pages,
+        table,
+        positions,
+        width=cfg.kv_latent or None,
+        implementation=cfg.kernels,
     )
 
   x, pages, used = _forward(

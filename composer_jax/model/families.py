@@ -1,23 +1,31 @@
-"""Published model families: their config files and the names of their tensors.
+"""Published model families: their config files.
 
 A family differs from another in what its config says and in a few names; the
 layers are the same functions for all. Read for: Llama, Mixtral, Qwen2 (and 1.5),
-Qwen2-MoE, Qwen3 and Qwen3-MoE, as in transformers 5.
+Qwen2-MoE, Qwen3, Qwen3-MoE and DeepSeek-V3, as in transformers 5, and Kimi-K2,
+which is written as the DeepSeek-V3 that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from composer_jax import config
+from composer_jax import rope
 
 # Family -> what its members have beyond grouped-query attention.
-_MOE = {'mixtral', 'qwen2_moe', 'qwen3_moe'}
+_LATENT = {'deepseek_v3', 'kimi_k2'}
+_MOE = {'mixtral', 'qwen2_moe', 'qwen3_moe', *_LATENT}
 _BIAS = {'qwen2', 'qwen2_moe'}
 _QK_NORM = {'qwen3', 'qwen3_moe'}
-FAMILIES = ('llama', 'mixtral', *sorted(_BIAS), *sorted(_QK_NORM))
+FAMILIES = (
+    'llama',
+    'mixtral',
+    *sorted(_BIAS),
+    *sorted(_QK_NORM),
+    *sorted(_LATENT),
+)
 # Fields that only one value of is understood, and that value.
 _FIXED = {
     'hidden_act': 'silu',
@@ -26,25 +34,12 @@ _FIXED = {
     'use_sliding_window': False,
     'mlp_only_layers': [],
     'decoder_sparse_step': 1,
+    'moe_layer_freq': 1,
+    'scoring_func': 'sigmoid',
+    'topk_method': 'noaux_tc',
+    'rope_interleave': True,
+    'partial_rotary_factor': 1.0,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """A tensor of a published model, and the part of ours that it is.
-
-  Attributes:
-    published: its name.
-    name: of our tensor.
-    index: of the part; the part's axes are those that are left.
-    rows: the size that a matmul contracts: the part, as a matrix [rows X], is
-      the transposed tensor. None: the tensor is the part, in its order.
-  """
-
-  published: str
-  name: str
-  index: tuple[Any, ...] = ()
-  rows: int | None = None
 
 
 def _get(fields: Mapping[str, Any], name: str, *default: Any) -> Any:
@@ -66,6 +61,12 @@ def to_config(fields: Mapping[str, Any]) -> config.ModelConfig:
         f'config.json: model_type={family!r}; must be one of'
         f' {", ".join(FAMILIES)}'
     )
+  if quantized := fields.get('quantization_config'):
+    kind = quantized.get('quant_method')
+    raise ValueError(
+        f'config.json: quantization_config is {kind!r}: only weights that are'
+        ' not quantized are read; convert the folder to bfloat16'
+    )
   for name, want in _FIXED.items():
     if _get(fields, name, want) != want:
       raise ValueError(
@@ -76,53 +77,117 @@ def to_config(fields: Mapping[str, Any]) -> config.ModelConfig:
         f'config.json: sliding_window={fields["sliding_window"]!r} is not'
         ' supported, only null'
     )
-  rope = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
-  kind = rope.get('rope_type', rope.get('type', 'default'))
-  if kind != 'default':
-    raise ValueError(
-        f'config.json: rope_type={kind!r} is not supported, only "default"'
-    )
-  heads, width = _get(fields, 'num_attention_heads'), _get(
-      fields, 'hidden_size'
-  )
-  ffn = _get(fields, 'intermediate_size')
-  moe: dict[str, Any] = dict(experts=0, top_k=0, moe_ffn=ffn, shared_experts=1)
-  if family in _MOE:
-    experts = fields.get('num_local_experts') or _get(fields, 'num_experts')
-    one = ffn if family == 'mixtral' else _get(fields, 'moe_intermediate_size')
-    shared = 0
-    if family == 'qwen2_moe':
-      all_shared = _get(fields, 'shared_expert_intermediate_size')
-      shared, rest = divmod(all_shared, one)
-      if rest:
-        raise ValueError(
-            f'config.json: shared_expert_intermediate_size={all_shared}: must'
-            f' be a multiple of moe_intermediate_size={one}'
-        )
-    moe = dict(
-        experts=experts,
-        top_k=_get(fields, 'num_experts_per_tok'),
-        moe_ffn=one,
-        shared_experts=shared,
-        shared_gate=shared > 0,
-        renormalize=family == 'mixtral'
-        or _get(fields, 'norm_topk_prob', False),
-    )
+  angles = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
   return config.ModelConfig(
       vocab=_get(fields, 'vocab_size'),
       layers=_get(fields, 'num_hidden_layers'),
-      embed=width,
-      q_heads=heads,
-      kv_heads=_get(fields, 'num_key_value_heads', heads),
-      head_dim=_get(fields, 'head_dim', width // heads),
+      embed=_get(fields, 'hidden_size'),
+      q_heads=_get(fields, 'num_attention_heads'),
       qkv_bias=family in _BIAS,
       qk_norm=family in _QK_NORM,
       tied=_get(fields, 'tie_word_embeddings', False),
       rope_theta=float(
-          rope.get('rope_theta') or _get(fields, 'rope_theta', 10_000.0)
+          angles.get('rope_theta') or _get(fields, 'rope_theta', 10_000.0)
       ),
+      rope_scaling=_scaling(fields, angles),
       norm_eps=_get(fields, 'rms_norm_eps', 1e-6),
-      **moe,
+      **(_latent if family in _LATENT else _grouped)(fields),
+      **_ffn(fields, family),
+  )
+
+
+def _scaling(
+    fields: Mapping[str, Any], angles: Mapping[str, Any]
+) -> rope.Yarn | rope.Llama3 | None:
+  kind = angles.get('rope_type', angles.get('type', 'default'))
+  if kind not in ('default', *_SCALINGS):
+    raise ValueError(
+        f'config.json: rope_type={kind!r} is not supported, only "default",'
+        f' {", ".join(map(repr, _SCALINGS))}'
+    )
+  if kind == 'default':
+    return None
+  window = _get(fields, 'max_position_embeddings', 0)
+  tokens = angles.get('original_max_position_embeddings') or window
+  factor = angles.get('factor') or window / tokens
+  of, names = _SCALINGS[kind]
+  more = {n: angles[n] for n in names if angles.get(n) is not None}
+  real = {n: x if isinstance(x, bool) else float(x) for n, x in more.items()}
+  return of(float(factor), tokens, **real)
+
+
+# rope_type -> its class, and the fields that have the same names there.
+_SCALINGS = {
+    'yarn': (
+        rope.Yarn,
+        (
+            'beta_fast',
+            'beta_slow',
+            'truncate',
+            'mscale',
+            'mscale_all_dim',
+            'attention_factor',
+        ),
+    ),
+    'llama3': (rope.Llama3, ('low_freq_factor', 'high_freq_factor')),
+}
+
+
+def _grouped(fields: Mapping[str, Any]) -> dict[str, int]:
+  heads = _get(fields, 'num_attention_heads')
+  return dict(
+      kv_heads=_get(fields, 'num_key_value_heads', heads),
+      head_dim=_get(fields, 'head_dim', _get(fields, 'hidden_size') // heads),
+  )
+
+
+def _latent(fields: Mapping[str, Any]) -> dict[str, int]:
+  return dict(
+      kv_heads=1,
+      head_dim=_get(fields, 'qk_nope_head_dim'),
+      kv_latent=_get(fields, 'kv_lora_rank'),
+      q_latent=_get(fields, 'q_lora_rank', 0),
+      rope_dim=_get(fields, 'qk_rope_head_dim'),
+      value_dim=_get(fields, 'v_head_dim'),
+  )
+
+
+def _ffn(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
+  """What follows attention: one FFN, or experts."""
+  ffn = _get(fields, 'intermediate_size')
+  if family not in _MOE:
+    return dict(experts=0, top_k=0, moe_ffn=ffn, shared_experts=1)
+  one = ffn if family == 'mixtral' else _get(fields, 'moe_intermediate_size')
+  out: dict[str, Any] = dict(
+      top_k=_get(fields, 'num_experts_per_tok'), moe_ffn=one
+  )
+  if family in _LATENT:
+    dense = _get(fields, 'first_k_dense_replace', 0)
+    return out | dict(
+        experts=_get(fields, 'n_routed_experts'),
+        shared_experts=_get(fields, 'n_shared_experts', 0),
+        dense_layers=dense,
+        dense_ffn=ffn if dense else 0,
+        router='sigmoid',
+        renormalize=_get(fields, 'norm_topk_prob', True),
+        routed_scale=float(_get(fields, 'routed_scaling_factor', 1.0)),
+        expert_groups=_get(fields, 'n_group', 1),
+        top_groups=_get(fields, 'topk_group', 1),
+    )
+  shared = 0
+  if family == 'qwen2_moe':
+    all_shared = _get(fields, 'shared_expert_intermediate_size')
+    shared, rest = divmod(all_shared, one)
+    if rest:
+      raise ValueError(
+          f'config.json: shared_expert_intermediate_size={all_shared}: must'
+          f' be a multiple of moe_intermediate_size={one}'
+      )
+  return out | dict(
+      experts=fields.get('num_local_experts') or _get(fields, 'num_experts'),
+      shared_experts=shared,
+      shared_gate=shared > 0,
+      renormalize=family == 'mixtral' or _get(fields, 'norm_topk_prob', False),
   )
 
 
@@ -141,12 +206,16 @@ def family_of(cfg: config.ModelConfig) -> str:
           and (f in _BIAS) == cfg.qkv_bias
           and (f in _QK_NORM) == cfg.qk_norm
           and (f == 'qwen2_moe') == cfg.shared_gate
+          and (f in _LATENT) == (cfg.kv_latent > 0)
       ),
       None,
   )
   plain = cfg.router == 'softmax' and cfg.routed_scale == 1
   plain &= not moe or cfg.shared_gate or not cfg.shared_experts
   plain &= found != 'mixtral' or cfg.renormalize
+  plain &= not cfg.dense_layers
+  if found in _LATENT:
+    plain = cfg.router == 'sigmoid'
   if found is None or not plain:
     raise ValueError(
         'model: no published family has this mix of router, shared experts,'
@@ -158,9 +227,15 @@ def family_of(cfg: config.ModelConfig) -> str:
 def to_fields(cfg: config.ModelConfig, context_tokens: int) -> dict[str, Any]:
   """config.json of a model; the inverse of `to_config`."""
   family = family_of(cfg)
-  name = {'llama': 'Llama', 'mixtral': 'Mixtral'}.get(family)
+  names = {
+      'llama': 'Llama',
+      'mixtral': 'Mixtral',
+      'deepseek_v3': 'DeepseekV3',
+  }
+  name = names.get(family)
   name = name or family.replace('qwen', 'Qwen').replace('_moe', 'Moe')
   ffn = cfg.moe_ffn * (cfg.shared_experts if cfg.experts == 0 else 1)
+  angles = _rope_fields(cfg)
   fields = {
       'architectures': [f'{name}ForCausalLM'],
       'model_type': family,
@@ -168,20 +243,20 @@ def to_fields(cfg: config.ModelConfig, context_tokens: int) -> dict[str, Any]:
       'hidden_act': 'silu',
       'vocab_size': cfg.vocab,
       'hidden_size': cfg.embed,
-      'intermediate_size': ffn,
+      'intermediate_size': cfg.dense_ffn or ffn,
       'num_hidden_layers': cfg.layers,
       'num_attention_heads': cfg.q_heads,
-      'num_key_value_heads': cfg.kv_heads,
-      'head_dim': cfg.head_dim,
       'max_position_embeddings': context_tokens,
       'rms_norm_eps': cfg.norm_eps,
       'rope_theta': cfg.rope_theta,
-      'rope_parameters': {
-          'rope_type': 'default',
-          'rope_theta': cfg.rope_theta,
-      },
+      'rope_parameters': angles,
       'tie_word_embeddings': cfg.tied,
   }
+  if cfg.rope_scaling is not None:  # where engines before transformers 5 look
+    fields['rope_scaling'] = angles
+  if family == 'deepseek_v3':
+    return fields | _latent_fields(cfg)
+  fields |= {'num_key_value_heads': cfg.kv_heads, 'head_dim': cfg.head_dim}
   if cfg.experts:
     count = 'num_local_experts' if family == 'mixtral' else 'num_experts'
     fields |= {count: cfg.experts, 'num_experts_per_tok': cfg.top_k}
@@ -196,56 +271,42 @@ def to_fields(cfg: config.ModelConfig, context_tokens: int) -> dict[str, Any]:
   return fields
 
 
-def pieces(cfg: config.ModelConfig) -> Iterator[Piece]:
-  """Every tensor of the published form of a model."""
-  yield Piece('model.embed_tokens.weight', 'embedding')
-  yield Piece('model.norm.weight', 'norm')
-  if not cfg.tied:
-    yield Piece('lm_head.weight', 'unembed', (), cfg.embed)
-  for layer in range(cfg.layers):
-    for piece in _layer(cfg, family_of(cfg)):
-      yield dataclasses.replace(
-          piece,
-          published=f'model.layers.{layer}.{piece.published}',
-          name=f'layers/{piece.name}',
-          index=(layer, *piece.index),
-      )
+def _rope_fields(cfg: config.ModelConfig) -> dict[str, Any]:
+  scaling = cfg.rope_scaling
+  for kind, (of, names) in _SCALINGS.items():
+    if isinstance(scaling, of):
+      more = {n: getattr(scaling, n) for n in names}
+      # Nothing is not the same as null there.
+      more = {n: x for n, x in more.items() if x is not None}
+      return {
+          'rope_type': kind,
+          'type': kind,
+          'rope_theta': cfg.rope_theta,
+          'factor': scaling.factor,
+          'original_max_position_embeddings': scaling.original_tokens,
+          **more,
+      }
+  return {'rope_type': 'default', 'rope_theta': cfg.rope_theta}
 
 
-def _layer(cfg: config.ModelConfig, family: str) -> Iterator[Piece]:
-  d = cfg.embed
-  yield Piece('input_layernorm.weight', 'attention/norm')
-  for x in 'qkv':
-    yield Piece(f'self_attn.{x}_proj.weight', f'attention/w{x}', (), d)
-    if cfg.qkv_bias:
-      yield Piece(f'self_attn.{x}_proj.bias', f'attention/b{x}')
-  if cfg.qk_norm:
-    yield Piece('self_attn.q_norm.weight', 'attention/q_norm')
-    yield Piece('self_attn.k_norm.weight', 'attention/k_norm')
-  heads = cfg.q_heads * cfg.head_dim
-  yield Piece('self_attn.o_proj.weight', 'attention/wo', (), heads)
-  yield Piece('post_attention_layernorm.weight', 'moe/norm')
-  mixtral = family == 'mixtral'
-  mlp = 'block_sparse_moe' if mixtral else 'mlp'
-  ffn = cfg.shared_experts * cfg.moe_ffn
-  if not cfg.experts:
-    yield from _ffn(mlp, 'moe/shared', (), d, ffn)
-    return
-  yield Piece(f'{mlp}.gate.weight', 'moe/router', (), d)
-  for e in range(cfg.experts):
-    yield from _ffn(
-        f'{mlp}.experts.{e}', 'moe/w', (e,), d, cfg.moe_ffn, mixtral
-    )
-  if cfg.shared_experts:
-    yield from _ffn('mlp.shared_expert', 'moe/shared', (), d, ffn)
-    yield Piece('mlp.shared_expert_gate.weight', 'moe/shared_gate', (), d)
-
-
-def _ffn(prefix, name, index, d, ffn, numbered=False) -> Iterator[Piece]:
-  gate, up, down = (
-      ('w1', 'w3', 'w2') if numbered else ('gate_proj', 'up_proj', 'down_proj')
-  )
-  every = slice(None)
-  for i, part in enumerate((gate, up)):
-    yield Piece(f'{prefix}.{part}.weight', f'{name}_in', (*index, every, i), d)
-  yield Piece(f'{prefix}.{down}.weight', f'{name}_out', index, ffn)
+def _latent_fields(cfg: config.ModelConfig) -> dict[str, Any]:
+  return {
+      'num_key_value_heads': cfg.q_heads,
+      'qk_nope_head_dim': cfg.head_dim,
+      'qk_rope_head_dim': cfg.rope_dim,
+      'v_head_dim': cfg.value_dim,
+      'kv_lora_rank': cfg.kv_latent,
+      'q_lora_rank': cfg.q_latent or None,
+      'first_k_dense_replace': cfg.dense_layers,
+      'n_routed_experts': cfg.experts,
+      'num_experts_per_tok': cfg.top_k,
+      'moe_intermediate_size': cfg.moe_ffn,
+      'n_shared_experts': cfg.shared_experts,
+      'norm_topk_prob': cfg.renormalize,
+      'routed_scaling_factor': cfg.routed_scale,
+      'n_group': cfg.expert_groups,
+      'topk_group': cfg.top_groups,
+      'num_nextn_predict_layers': 0,
+      **{n: _FIXED[n] for n in ('scoring_func', 'topk_method')},
+      **{n: _FIXED[n] for n in ('moe_layer_freq', 'rope_interleave')},
+  }

@@ -6,14 +6,19 @@ anything is read, and a folder is complete or not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import functools
 import json
+import math
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -22,14 +27,14 @@ from safetensors import numpy as safetensors_numpy
 from composer_jax import config
 from composer_jax.model import families
 from composer_jax.model import params as params_lib
+from composer_jax.model import pieces as pieces_lib
 
 CONFIG = 'config.json'
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 _SHARD_BYTES = 4 * 1024**3
 _NAMED = 4  # tensors that an error lists
-# Computed from the config; some old files hold them.
-_IGNORED = '.rotary_emb.inv_freq'
+_EVERY = slice(None)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -50,53 +55,183 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return fields
 
 
+class Reader:
+  """The tensors of a folder as parts of ours; a context manager.
+
+  Everything is checked when it is opened. A part is read by the byte ranges of
+  its files, so a process of a large job touches no more than its own shards.
+
+  Attributes:
+    files: those with weights.
+    shapes: of our tensors.
+  """
+
+  def __init__(self, folder: pathlib.Path, cfg: config.ModelConfig):
+    """Opens a model.
+
+    Args:
+      folder: of the model.
+      cfg: from its config.
+
+    Raises:
+      ValueError: files are missing or cut, or tensors missing, unexpected or
+        of another shape; all that is wrong, in one line.
+    """
+    self.shapes: Mapping[str, tuple[int, ...]] = {
+        name: leaf.shape
+        for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
+    }
+    self._pieces = collections.defaultdict(list)
+    pieces = list(pieces_lib.of(cfg))
+    for piece in pieces:
+      self._pieces[piece.name].append(piece)
+    self.files = _shard_files(folder)
+    with contextlib.ExitStack() as stack:
+      self._where = _open(self.files, stack)
+      _check(folder, cfg, self._where, pieces, self.shapes)
+      self._stack = stack.pop_all()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._stack.close()
+
+  def part(
+      self, name: str, index: tuple[slice, ...] | None = None, dtype: Any = None
+  ) -> np.ndarray:
+    """Reads a part of one of our tensors.
+
+    Args:
+      name: of our tensor.
+      index: a range without a step for every axis; None: all of it.
+      dtype: of the result, but for what is published in f32; None: bf16.
+    """
+    shape = self.shapes[name]
+    ranges = [
+        range(*s.indices(n))
+        for s, n in zip(index or [slice(None)] * len(shape), shape, strict=True)
+    ]
+    if name == params_lib.EXACT:
+      dtype = np.float32
+    out = np.empty([len(r) for r in ranges], dtype or ml_dtypes.bfloat16)
+    for piece in self._pieces[name]:
+      at = _index(piece, shape)
+      held = [i == _EVERY or i in r for i, r in zip(at, ranges, strict=True)]
+      if all(held):
+        inside = tuple(
+            i if i == _EVERY else i - r.start
+            for i, r in zip(at, ranges, strict=True)
+        )
+        axes = [n for n, i in enumerate(at) if i == _EVERY]
+        out[inside] = self._read(
+            piece, [shape[n] for n in axes], [ranges[n] for n in axes]
+        )
+    return out
+
+  def _read(
+      self, piece: pieces_lib.Piece, shape: list[int], ranges: list[range]
+  ) -> np.ndarray:
+    """Ranges of the axes that are left of a part of this shape."""
+    file = self._where[piece.published].get_slice(piece.published)
+    if piece.rows is None:
+      if len(file.get_shape()) > 1:
+        return file[tuple(_slice(r) for r in ranges)]
+      return file[:].reshape(shape)[tuple(_slice(r) for r in ranges)]
+    left = 1
+    while math.prod(shape[:left]) < piece.rows:
+      left += 1
+    # The first axis of each side of the matrix is cut in the file, unless its
+    # columns come in another order.
+    cut = {0, left} - ({len(shape) - 1} if piece.turned else set())
+    sizes = [len(r) if n in cut else shape[n] for n, r in enumerate(ranges)]
+    cuts = []
+    for first, end in ((0, left), (left, len(shape))):
+      step = math.prod(shape[first + 1 : end])
+      r = ranges[first] if first in cut else range(shape[first])
+      cuts.append(slice(r.start * step, r.stop * step))
+    part = piece.part(file[cuts[1], cuts[0]], tuple(sizes))
+    return part[
+        tuple(_EVERY if n in cut else _slice(r) for n, r in enumerate(ranges))
+    ]
+
+
+def _slice(r: range) -> slice:
+  return slice(r.start, r.stop)
+
+
 def load(
     folder: pathlib.Path,
     cfg: config.ModelConfig,
     dtype: Any = ml_dtypes.bfloat16,
-    ended: Callable[[], None] = lambda: None,
+    read: Callable[[int], None] = lambda count: None,
 ) -> dict[str, np.ndarray]:
-  """Reads a model's tensors.
+  """Reads a whole model.
 
   Args:
     folder: of the model.
     cfg: from its config.
-    dtype: of the result.
-    ended: called after every tensor that is read.
+    dtype: of the result, but for what is published in f32.
+    read: told how many parameters have been read, after every tensor of ours.
 
   Returns:
     Our names -> arrays, as `params.from_names` takes them.
 
   Raises:
-    ValueError: files are missing or cut, or tensors missing, unexpected or of
-      another shape; all that is wrong, in one line.
+    ValueError: see `Reader`.
   """
-  shapes = params_lib.names(params_lib.abstract(cfg))
-  out = {name: np.empty(s.shape, dtype) for name, s in shapes.items()}
-  pieces = {piece.published: piece for piece in families.pieces(cfg)}
-  with contextlib.ExitStack() as stack:
-    where = _files(folder, stack)
-    _check(folder, where, pieces, out)
-    for name, piece in pieces.items():
-      tensor = where[name].get_tensor(name)
-      part = out[piece.name][piece.index]
-      if piece.rows is not None:
-        tensor = tensor.T
-      part[...] = tensor.reshape(part.shape)
-      ended()
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name in reader.shapes:
+      out[name] = reader.part(name, dtype=dtype)
+      read(out[name].size)
   return out
 
 
-def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it."""
+def load_sharded(
+    folder: pathlib.Path,
+    cfg: config.ModelConfig,
+    shardings: params_lib.Params,
+    dtype: Any = jnp.float32,
+    read: Callable[[int], None] = lambda count: None,
+) -> params_lib.Params:
+  """Reads a model onto a mesh; every process reads its own shards only.
+
+  Args:
+    folder: of the model.
+    cfg: from its config.
+    shardings: of every tensor.
+    dtype: of the result, such as f32 for masters.
+    read: told how many parameters have been read, after every tensor of ours.
+
+  Raises:
+    ValueError: see `Reader`.
+  """
+  named = params_lib.names(shardings)
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name, shape in reader.shapes.items():
+      part = functools.partial(reader.part, name, dtype=dtype)
+      out[name] = jax.make_array_from_callback(shape, named[name], part)
+      read(out[name].size)
+  return params_lib.from_names(out)
+
+
+def _shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
   index = folder / _INDEX
-  names = [_SINGLE]
+  names = {_SINGLE}
   if index.is_file():
     weight_map = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    names = sorted(set(weight_map.values()))
+    names = set(weight_map.values())
+  return [folder / name for name in sorted(names)]
+
+
+def _open(
+    files: Sequence[pathlib.Path], stack: contextlib.ExitStack
+) -> dict[str, Any]:
+  """Tensor name -> the open file that holds it."""
   found = {}
-  for name in names:
-    path = folder / name
+  for path in files:
     try:
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except (OSError, safetensors.SafetensorError) as e:
@@ -105,29 +240,36 @@ def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return found
 
 
-def _published_shape(piece: families.Piece, ours: Mapping[str, Any]):
-  part = ours[piece.name][piece.index]
-  if piece.rows is not None:
-    return part.size // piece.rows, piece.rows
-  return part.shape if piece.name == 'embedding' else (part.size,)
+def _index(piece: pieces_lib.Piece, shape: Sequence[int]) -> list[Any]:
+  """Of a part, for all axes of all of our tensor."""
+  return [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
 
 
-def _check(folder, where, pieces, ours) -> None:
-  present = {n for n in where if not n.endswith(_IGNORED)}
+def _published_shape(piece: pieces_lib.Piece, shape: Sequence[int]):
+  """Of a tensor, from the shape of all of ours that it is a part of."""
+  at = _index(piece, shape)
+  part = tuple(n for n, i in zip(shape, at, strict=True) if i == _EVERY)
+  return piece.shape(part)
+
+
+def _check(folder, cfg, where, every, ours) -> None:
+  pieces = {piece.published: piece for piece in every}
+  extra = {
+      n for n in where.keys() - pieces.keys() if not pieces_lib.is_known(cfg, n)
+  }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
   }
   wrong = [
       f'{n} is {shape}, want {want}'
       for n, shape in shapes.items()
-      if shape != (want := _published_shape(pieces[n], ours))
+      if shape != (want := _published_shape(pieces[n], ours[pieces[n].name]))
   ]
   problems = [
       f'{kind} {len(names)}: {", ".join(sorted(names)[:_NAMED])}'
       for kind, names in (
-          ('missing', pieces.keys() - present),
-          # A head that is tied may be stored all the same.
-          ('unexpected', present - pieces.keys() - {'lm_head.weight'}),
+          ('missing', pieces.keys() - where.keys()),
+          ('unexpected', extra),
           ('of another shape', wrong),
       )
       if names
@@ -170,7 +312,7 @@ def save(
       name = _SINGLE
       if len(shards) > 1:
         name = f'model-{i:05}-of-{len(shards):05}.safetensors'
-      tensors = {n: _published(piece, named) for n, piece in names.items()}
+      tensors = {n: p.tensor(_part(p, named)) for n, p in names.items()}
       safetensors_numpy.save_file(tensors, scratch / name, {'format': 'pt'})
       weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
@@ -187,17 +329,14 @@ def save(
     raise
 
 
-def _published(piece: families.Piece, named) -> np.ndarray:
-  part = np.asarray(named[piece.name])[piece.index]
-  if piece.rows is not None:
-    return np.ascontiguousarray(part.reshape(piece.rows, -1).T)
-  return np.ascontiguousarray(part.reshape(_published_shape(piece, named)))
+def _part(piece: pieces_lib.Piece, named) -> np.ndarray:
+  return np.asarray(named[piece.name])[piece.index]
 
 
-def _shards(cfg, named, most) -> Iterator[dict[str, families.Piece]]:
+def _shards(cfg, named, most) -> Iterator[dict[str, pieces_lib.Piece]]:
   shard, size = {}, 0
-  for piece in families.pieces(cfg):
-    part = np.asarray(named[piece.name])[piece.index].nbytes
+  for piece in pieces_lib.of(cfg):
+    part = _part(piece, named).nbytes
     if shard and size + part > most:
       yield shard
       shard, size = {}, 0

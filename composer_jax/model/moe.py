@@ -57,6 +57,8 @@ def route(
       renormalize=cfg.renormalize,
       scale=cfg.routed_scale,
       threshold=cfg.replay_threshold,
+      groups=cfg.expert_groups,
+      top_groups=cfg.top_groups,
       implementation=cfg.kernels,
   )
   return gates, Routing(experts, live, logits)
@@ -75,7 +77,14 @@ def _shared(normed, w_in, w_out, w_gate, cfg):
 
 
 def _block(cfg, weights, x, attended, recorded=None):
-  wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
+  v_up, wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
+  if cfg.kv_latent:
+    attended = matmul.heads(
+        attended.reshape(-1, cfg.q_heads, cfg.kv_latent),
+        v_up,
+        dtype=cfg.dtype,
+        implementation=cfg.kernels,
+    ).reshape(-1, cfg.q_heads * cfg.value_dim)
   attended = matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
@@ -137,7 +146,8 @@ def layer(
     x: [n D], residual stream.
     attended: f32 [n N H], from the attention kernel.
     recorded: [n K] routes to replay, blank where none.
-    attention: gives the output projection.
+    attention: gives the output projection, of latent values after their heads'
+      own projection.
     weights: of one layer (no leading L).
     cfg: the model.
 
@@ -149,7 +159,11 @@ def layer(
   shared_in = weights.shared_in
   if shared_in is not None:
     shared_in = shared_in.reshape(d, -1)
+  v_up = attention.kv_up
+  if v_up is not None:
+    v_up = v_up[..., cfg.head_dim :].transpose(1, 0, 2)
   small = (
+      wide(v_up),
       wide(attention.wo.reshape(-1, d)),
       weights.norm,
       weights.router,

@@ -27,16 +27,25 @@ def _param(dims: str, init: str = 'normal') -> Any:
 
 @struct.dataclass
 class Attention:
+  """Grouped-query (wk, wv and what follows) or latent (the rest)."""
+
   norm: jax.Array = _param('layers embed', 'ones')
-  wq: jax.Array = _param('layers embed q_heads head_dim')
+  wq: jax.Array = _param('layers embed q_heads q_dim')
   wk: jax.Array = _param('layers embed kv_heads head_dim')
   wv: jax.Array = _param('layers embed kv_heads head_dim')
-  wo: jax.Array = _param('layers q_heads head_dim embed', 'residual')
+  wo: jax.Array = _param('layers q_heads value_dim embed', 'residual')
   bq: jax.Array = _param('layers q_bias head_dim', 'zeros')
   bk: jax.Array = _param('layers kv_bias head_dim', 'zeros')
   bv: jax.Array = _param('layers kv_bias head_dim', 'zeros')
   q_norm: jax.Array = _param('layers qk_norm', 'ones')
   k_norm: jax.Array = _param('layers qk_norm', 'ones')
+  q_down: jax.Array = _param('layers embed q_latent')
+  q_latent_norm: jax.Array = _param('layers q_latent', 'ones')
+  q_up: jax.Array = _param('layers q_latent q_heads qk_dim')
+  kv_down: jax.Array = _param('layers embed latent_rope')
+  kv_latent_norm: jax.Array = _param('layers kv_latent', 'ones')
+  # Of keys, then of values.
+  kv_up: jax.Array = _param('layers kv_latent q_heads kv_dim')
 
 
 @struct.dataclass
@@ -60,6 +69,7 @@ class Layers:
 @struct.dataclass
 class Params:
   embedding: jax.Array = _param('vocab embed', 'embedding')
+  dense_layers: Layers  # before the others; what is said of `layers` holds
   layers: Layers
   norm: jax.Array = _param('embed', 'ones')
   unembed: jax.Array = _param('embed head')
@@ -72,34 +82,54 @@ class Params:
 
 # Axes that a matmul contracts; the product of their sizes is the fan-in.
 _FAN_IN = {
-    'attention/wo': ('q_heads', 'head_dim'),
+    'attention/wo': ('q_heads', 'value_dim'),
+    'attention/q_up': ('q_latent',),
+    'attention/kv_up': ('kv_latent',),
     'moe/w_out': ('moe_ffn',),
     'moe/shared_out': ('shared_ffn',),
 }
 
 # Tensors that a model may lack, together: their axes have size 0 there, and
-# the tree holds None.
+# the tree holds None. Of `dense_layers` it may lack them all.
 _OPTIONAL = (
-    {'layers/moe/router', 'layers/moe/w_in', 'layers/moe/w_out'},
-    {'layers/moe/bias'},
-    {'layers/moe/shared_in', 'layers/moe/shared_out'},
-    {'layers/moe/shared_gate'},
-    {'layers/attention/bq', 'layers/attention/bk', 'layers/attention/bv'},
-    {'layers/attention/q_norm', 'layers/attention/k_norm'},
-    {'unembed'},
+    {'moe/router', 'moe/w_in', 'moe/w_out'},
+    {'moe/bias'},
+    {'moe/shared_in', 'moe/shared_out'},
+    {'moe/shared_gate'},
+    {'attention/wq'},
+    {'attention/wk', 'attention/wv'},
+    {'attention/bq', 'attention/bk', 'attention/bv'},
+    {'attention/q_norm', 'attention/k_norm'},
+    {'attention/q_down', 'attention/q_latent_norm', 'attention/q_up'},
+    {'attention/kv_down', 'attention/kv_latent_norm', 'attention/kv_up'},
 )
 
+_DENSE = 'dense_layers/'
+# Published in f32, and not rounded: it is added to scores that are compared.
+EXACT = 'layers/moe/bias'
 
-def _sizes(cfg: config.ModelConfig) -> dict[str, int]:
+
+def _sizes(cfg: config.ModelConfig, name: str) -> dict[str, int]:
+  """Of the axes of a tensor."""
+  if name.startswith(_DENSE) and cfg.dense_layers:
+    cfg = cfg.dense()
   sizes = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+  latent = cfg.kv_latent > 0
   # The router's output is its own axis: top-k must see it unsharded. `gates`
   # are the silu branch and its factor.
   return sizes | {
+      'layers': cfg.moe_layers,
       'router': cfg.experts,
       'router_bias': cfg.experts if cfg.router == 'sigmoid' else 0,
       'gates': 2,
       'shared_ffn': cfg.shared_experts * cfg.moe_ffn,
       'shared_gate': int(cfg.shared_gate),
+      'kv_heads': cfg.kv_heads * (not latent),
+      'q_dim': (cfg.head_dim + cfg.rope_dim) * (not cfg.q_latent),
+      'qk_dim': cfg.head_dim + cfg.rope_dim,
+      'kv_dim': cfg.head_dim + cfg.value_dim,
+      'value_dim': cfg.value_dim if latent else cfg.head_dim,
+      'latent_rope': cfg.kv_latent + cfg.rope_dim,
       'q_bias': cfg.q_heads * cfg.qkv_bias,
       'kv_bias': cfg.kv_heads * cfg.qkv_bias,
       'qk_norm': cfg.head_dim * cfg.qk_norm,
@@ -107,8 +137,11 @@ def _sizes(cfg: config.ModelConfig) -> dict[str, int]:
   }
 
 
-def _shape(sizes: Mapping[str, int], dims: tuple[str, ...]):
+def _shape(cfg: config.ModelConfig, name: str, dims: tuple[str, ...]):
   """Of a tensor; None if the model has no such tensor."""
+  if name.startswith(_DENSE) and not cfg.dense_layers:
+    return None
+  sizes = _sizes(cfg, name)
   shape = tuple(sizes[d] for d in dims)
   return shape if all(shape) else None
 
@@ -128,10 +161,9 @@ def _declare(cls, leaf: Callable[[str, tuple[str, ...], str], Any], path=''):
 
 def abstract(cfg: config.ModelConfig, dtype=jnp.float32) -> Params:
   """The tree with a `jax.ShapeDtypeStruct` for every tensor."""
-  sizes = _sizes(cfg)
 
-  def leaf(_, dims, __):
-    shape = _shape(sizes, dims)
+  def leaf(name, dims, _):
+    shape = _shape(cfg, name, dims)
     return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
 
   return _declare(Params, leaf)
@@ -166,17 +198,14 @@ def check_split(
   Raises:
     ValueError: names both axes and their sizes.
   """
-  sizes = _sizes(cfg)
 
   def leaf(name, dims, _):
-    if _shape(sizes, dims) is None:
-      return
-    for dim in dims:
+    for dim, size in zip(dims, _shape(cfg, name, dims) or (), strict=False):
       axis = rules.get(dim)
-      if axis and sizes[dim] % mesh[axis]:
+      if axis and size % mesh[axis]:
         raise ValueError(
-            f'mesh.{axis}={mesh[axis]}: must divide {dim}={sizes[dim]}, an axis'
-            f' of {name}'
+            f'mesh.{axis}={mesh[axis]}: must divide {dim}={size}, an axis of'
+            f' {name}'
         )
 
   _declare(Params, leaf)
@@ -195,10 +224,9 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Params:
   other tensors exist. Projections that write to the residual stream are scaled
   down by sqrt(2 L) (Radford et al. 2019, GPT-2).
   """
-  sizes = _sizes(cfg)
 
   def leaf(name, dims, kind):
-    shape = _shape(sizes, dims)
+    shape = _shape(cfg, name, dims)
     if shape is None:
       return None
     if kind in ('ones', 'zeros'):
@@ -209,6 +237,7 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Params:
       fan = next(
           (v for k, v in _FAN_IN.items() if name.endswith(k)), ('embed',)
       )
+      sizes = _sizes(cfg, name)
       std = math.prod(sizes[d] for d in fan) ** -0.5
       if kind == 'residual':
         std /= math.sqrt(2 * cfg.layers)
@@ -219,15 +248,30 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Params:
   return _declare(Params, leaf)
 
 
+def rounded(
+    params: Params, to_bf16: Callable[[jax.Array], jax.Array]
+) -> Params:
+  """The tensors after `to_bf16`, but for those that are published in f32."""
+
+  def leaf(path, x):
+    return x if _name(path) == EXACT else to_bf16(x)
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def publish_dtype(params: Params) -> Params:
   """bf16, round to nearest even: the values every role computes with."""
-  return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  return rounded(params, lambda x: x.astype(jnp.bfloat16))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def names(params: Params) -> dict[str, Any]:
   """Leaves by stable name, such as `layers/moe/w_in`."""
   return {
-      jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+      _name(path): leaf
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
   }
 
@@ -239,7 +283,14 @@ def from_names(named: Mapping[str, Any]) -> Params:
     ValueError: a tensor is missing or unknown.
   """
   want = set(names(_declare(Params, lambda *_: 0)))
-  for group in _OPTIONAL:
+  if not any(name.startswith(_DENSE) for name in named):
+    want = {name for name in want if not name.startswith(_DENSE)}
+  stacked = [
+      {stack + name for name in group}
+      for stack in (_DENSE, 'layers/')
+      for group in _OPTIONAL
+  ]
+  for group in (*stacked, {'unembed'}):
     want -= group if group.isdisjoint(named) else set()
   if want != set(named):
     raise ValueError(

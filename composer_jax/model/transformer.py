@@ -23,11 +23,13 @@ from kernels_triton import router
 
 
 class RouterStats(NamedTuple):
-  """Sums over real tokens and layers; counts are added, never averaged."""
+  """Sums over real tokens; they are added, never averaged."""
 
-  balance: jax.Array  # f32 [], mean over layers of E sum_e load_e prob_e
-  disagreeing: jax.Array  # f32 [], choices where live and used differ
-  choices: jax.Array  # f32 [], choices that were replayed
+  probs: jax.Array  # f32 [L E], normalised scores; has a gradient
+  load: jax.Array  # f32 [L E], tokens that were sent to an expert
+  squares: jax.Array  # f32 [L], of the logsumexp of logits; has a gradient
+  disagreeing: jax.Array  # f32 [], choices where live and used differ (x L)
+  choices: jax.Array  # f32 [], choices that were replayed (x L)
   blank: jax.Array  # f32 [], real tokens without a recorded route (x L)
 
 
@@ -40,7 +42,7 @@ class Output(NamedTuple):
 def blank_routing(cfg: config.ModelConfig, *shape: int) -> jax.Array:
   """Routes [*shape L K] that leave every choice to the live router."""
   dtype = trace.route_dtype(cfg.experts)
-  full = (*shape, cfg.layers, cfg.top_k)
+  full = (*shape, cfg.moe_layers, cfg.top_k)
   return jnp.full(full, trace.blank_route(dtype), dtype)
 
 
@@ -87,17 +89,15 @@ def _router_stats(
 ) -> RouterStats:
   """Sums of one layer over real tokens; real f32 [n]."""
   if not cfg.experts:
-    return RouterStats(*(jnp.zeros(()) for _ in RouterStats._fields))
-  tokens = jnp.maximum(jnp.sum(real), 1.0)
+    none, zero = jnp.zeros(0), jnp.zeros(())
+    return RouterStats(none, none, zero, zero, zero, zero)
   if cfg.router == router.SIGMOID:
     probs = jax.nn.sigmoid(routing.logits)
     probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
   else:
     probs = jax.nn.softmax(routing.logits, axis=-1)
-  mean_prob = jnp.sum(probs * real[:, None], axis=0) / tokens
   ids = jnp.arange(cfg.experts)[None, None, :]
   hits = jnp.sum(routing.experts[:, :, None] == ids, axis=1)
-  load = jnp.sum(hits * real[:, None], axis=0) / tokens / cfg.top_k
   blank = trace.blank_route(trace.route_dtype(cfg.experts))
   is_blank = (recorded[:, 0] == blank).astype(jnp.float32)
   replayed = real * (1.0 - is_blank)
@@ -105,7 +105,9 @@ def _router_stats(
       routing.experts[:, :, None] != routing.live[:, None, :], axis=2
   )
   return RouterStats(
-      balance=cfg.experts * jnp.sum(mean_prob * load),
+      probs=jnp.sum(probs * real[:, None], axis=0),
+      load=jnp.sum(hits * real[:, None], axis=0),
+      squares=jnp.sum(jnp.square(jax.nn.logsumexp(routing.logits, -1)) * real),
       disagreeing=jnp.sum(missing * replayed[:, None]),
       choices=jnp.sum(replayed) * cfg.top_k,
       blank=jnp.sum(real * is_blank),
@@ -154,20 +156,25 @@ def forward(
     )
     return out.reshape(b * t, *out.shape[2:])
 
-  def body(x, xs):
-    weights, recorded = xs
-    weights = sharding.whole(weights, specs.layers, skip=1)
-    x, routed = block(x, weights, angles, recorded, attend, cfg)
-    return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
+  def run(x, layers, specs, recorded, cfg):
+    def body(x, xs):
+      weights, recorded = xs
+      weights = sharding.whole(weights, specs, skip=1)
+      x, routed = block(x, weights, angles, recorded, attend, cfg)
+      return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
 
-  # A layer that is gathered would be kept whole for the backward pass.
-  if cfg.remat or sharding.size(sharding.FSDP) > 1:
-    body = jax.checkpoint(body, prevent_cse=False)
-  x, (experts, stats) = lax.scan(
-      body, x, (params.layers, layer_inputs(routing))
-  )
-  used = experts.transpose(1, 0, 2).reshape(b, t, cfg.layers, cfg.top_k)
-  stats = RouterStats(jnp.mean(stats.balance), *(jnp.sum(s) for s in stats[1:]))
+    # A layer that is gathered would be kept whole for the backward pass.
+    if cfg.remat or sharding.size(sharding.FSDP) > 1:
+      body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, (layers, layer_inputs(recorded)))
+
+  if cfg.dense_layers:
+    dense = cfg.dense()
+    blank = blank_routing(dense, b, t)
+    x, _ = run(x, params.dense_layers, specs.dense_layers, blank, dense)
+  x, (experts, stats) = run(x, params.layers, specs.layers, routing, cfg)
+  used = experts.transpose(1, 0, 2).reshape(routing.shape)
+  stats = RouterStats(*stats[:3], *(jnp.sum(s) for s in stats[3:]))
   return Output(
       x.reshape(b, t, -1), used.astype(trace.route_dtype(cfg.experts)), stats
   )

@@ -225,7 +225,7 @@ class Runner:
     """Compiles every shape on pages of its own; may run beside requests."""
     cfg, pages = self._cfg, self._new_pages()
     dtype = trace.route_dtype(cfg.experts)
-    routes = cfg.layers, cfg.top_k
+    routes = cfg.moe_layers, cfg.top_k
     for b in self._tile_counts:
       shape = b, contract.QUERY_ROWS
       pages, _ = _prefill(

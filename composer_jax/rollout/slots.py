@@ -66,7 +66,7 @@ class SlotTable:
     self._context_tokens = rollout.context_tokens
     self._route_dtype = trace.route_dtype(cfg.experts)
     self.blank = trace.blank_route(self._route_dtype)
-    self._route_shape = (cfg.layers, cfg.top_k)
+    self._route_shape = (cfg.moe_layers, cfg.top_k)
     self._vocab = cfg.vocab
     self.live = np.zeros(n, bool)
     self.length = np.ones(n, np.int32)

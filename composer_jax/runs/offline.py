@@ -272,6 +272,11 @@ def _staleness(
   }
 
 
+def _due(done: int, every: int, steps: int) -> bool:
+  """Says whether something is done after this step; it is at both ends."""
+  return done == steps or done % every == 0
+
+
 def run(
     cfg: config.Experiment,
     state: batch_lib.TrainState,
@@ -328,8 +333,10 @@ def run(
       ) as rollouts,
       progress.Progress(rl.steps, 'step', label='rl', start=done) as bar,
   ):
-    if not done:
-      evaluate(0, version.step)
+    # A kill may have come between a checkpoint and its evaluation.
+    kept = {r['step'] for r in writer.kept if r['phase'] == 'eval'}
+    if _due(done, rl.eval_every_steps, rl.steps) and done not in kept:
+      evaluate(done, version.step)
     # Everything a step may need is compiled here, on a copy and on pads.
     pads, _ = packing.pack_all([], _shape(cfg), now=0, replay=cfg.model)
     step.train_step(
@@ -360,14 +367,17 @@ def run(
       done = len(ledger.steps)
       outbox.send(done, batch.version + 1, state.params, rollouts.published)
       _keep(batch, workdir / 'trajectories')
-      if done == rl.steps or done % rl.checkpoint_every_steps == 0:
-        saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
-        saved = done
       figures |= meter.read(taken, stepped, settled, tokens)
       history.append(figures)
       alarms = signals.alarms(history)
       figures |= {signals.ALARM + k: now for k, (_, now) in alarms.items()}
+      # Before the checkpoint: a record of what is not saved is dropped when the
+      # run resumes, but nobody could write one of what is.
       writer.write('rl', done, figures)
+      if _due(done, rl.checkpoint_every_steps, rl.steps):
+        saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
+        saved = done
+        meter = Meter(host)
       bar.update(
           done,
           reward=figures['reward/mean'],
@@ -376,7 +386,7 @@ def run(
           tokens_per_second=figures['tokens/decode_per_second'],
           alarms=', '.join(alarms) or 'none',
       )
-      if done == rl.steps or done % rl.eval_every_steps == 0:
+      if _due(done, rl.eval_every_steps, rl.steps):
         outbox.settle()
         evaluate(done, outbox.newest)
         meter = Meter(host)

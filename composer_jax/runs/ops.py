@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import functools
+import itertools
 import pathlib
 from typing import Any
 
@@ -57,13 +58,17 @@ def _step(params, pages, tokens, positions, table, *, cfg):
 
 
 def _by_layer(values: named.Named) -> dict[str, np.ndarray]:
-  """name -> [L n ...] becomes 'layer l, name' -> [n ...], layer by layer."""
+  """name -> [L n ...] becomes 'layer l, name' -> [n ...], layer by layer.
+
+  What the first layers do not have, since they are dense, has a smaller L.
+  """
   values = jax.device_get(values)
-  layers = len(next(iter(values.values())))
+  layers = max(map(len, values.values()))
   return {
-      f'layer {layer}, {name}': x[layer]
+      f'layer {layer}, {name}': x[layer - layers]
       for layer in range(layers)
       for name, x in values.items()
+      if layer >= layers - len(x)
   }
 
 
@@ -214,7 +219,7 @@ def train_step(
   )
   after = step_lib.apply_gradients(jax.tree.map(jnp.copy, state), grads, tx=tx)
   leaves = {f'metric {k}': m for k, m in _leaves(dict(metrics))}
-  leaves |= {f'gradient of {k}': g for k, g in _backward(grads, cfg.layers)}
+  leaves |= {f'gradient of {k}': g for k, g in _backward(grads, cfg)}
   leaves |= {f'new {k}': x for k, x in _leaves(after)}
   return Record(_by_layer(values), leaves)
 
@@ -281,14 +286,18 @@ def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _backward(
-    grads: params_lib.Params, layers: int
+    grads: params_lib.Params, cfg: config.ModelConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Leaves in the order of backpropagation, those of each layer apart."""
-  named_leaves = list(_leaves(grads))[::-1]
-  stacked = [(k, x) for k, x in named_leaves if k.startswith('layers/')]
-  first = [k for k, _ in named_leaves].index(stacked[0][0])
-  yield from named_leaves[:first]
-  for layer in reversed(range(layers)):
-    for name, x in stacked:
-      yield f'{name}, layer {layer}', x[layer]
-  yield from named_leaves[first + len(stacked) :]
+  first = {'layers': cfg.dense_layers, 'dense_layers': 0}
+  leaves = list(_leaves(grads))[::-1]
+  for stack, group in itertools.groupby(
+      leaves, lambda leaf: leaf[0].partition('/')[0]
+  ):
+    if stack not in first:
+      yield from group
+      continue
+    stacked = list(group)
+    for i in reversed(range(len(stacked[0][1]))):
+      for name, x in stacked:
+        yield f'{name}, layer {first[stack] + i}', x[i]

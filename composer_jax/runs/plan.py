@@ -39,6 +39,7 @@ def check(cfg: config.Experiment) -> None:
   params_lib.check_split(cfg.model, sharding.RULES, mesh)
   for name, (rows, tokens) in _shapes(cfg).items():
     field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
+    name = name if name == 'rl' else f'phases.{name}'
     if rows < 1 or rows % cfg.mesh.row_shards:
       raise ValueError(
           f'{name}.{field}={rows}: must be a positive multiple of'
@@ -103,12 +104,13 @@ def _model(cfg: config.Experiment) -> _Rows:
 
 
 def _work(cfg: config.Experiment) -> _Rows:
-  for name in ('midtrain', 'warmup'):
-    p = getattr(cfg, name)
+  for p in cfg.phases:
     tokens = p.rows_per_step * p.tokens_per_row
-    yield name, (
+    total = sum(weight for _, weight in p.mix)
+    mix = ', '.join(f'{weight / total:.0%} {name}' for name, weight in p.mix)
+    yield p.name, (
         f'{p.steps:,} steps x {p.rows_per_step} rows x {p.tokens_per_row}'
-        f' tokens = {p.steps * tokens:,} tokens ({tokens:,} per step)'
+        f' tokens = {p.steps * tokens:,} tokens ({tokens:,} per step): {mix}'
     )
   rl = cfg.rl
   per_step = rl.groups_per_step * rl.rollouts_per_group
@@ -207,11 +209,8 @@ def _programs(cfg: config.Experiment) -> _Rows:
 
 def _shapes(cfg: config.Experiment) -> dict[str, tuple[int, int]]:
   """(rows, tokens per row) that each phase compiles its step for."""
-  return {
-      'midtrain': (cfg.midtrain.rows_per_step, cfg.midtrain.tokens_per_row),
-      'warmup': (cfg.warmup.rows_per_step, cfg.warmup.tokens_per_row),
-      'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row),
-  }
+  phases = {p.name: (p.rows_per_step, p.tokens_per_row) for p in cfg.phases}
+  return phases | {'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row)}
 
 
 def _bytes(tree: Any) -> int:

@@ -121,7 +121,7 @@ class Recorded:
     tokens, logps = np.zeros(length, np.int32), np.zeros(length, np.float32)
     dtype = trace.route_dtype(cfg.experts)
     blank = trace.blank_route(dtype)
-    routing = np.full((length, cfg.layers, cfg.top_k), blank, dtype)
+    routing = np.full((length, cfg.moe_layers, cfg.top_k), blank, dtype)
     tokens[:n], logps[:n] = context.tokens, context.logps
     if context.routing is not None:
       routing[:n] = context.routing.experts
@@ -215,7 +215,7 @@ def run(
     The first difference, or that there is none.
   """
   tx = cfg.rl_optimizer.build()
-  warm = digest.restored(cfg, workdir, 'warmup', mesh).params
+  warm = digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
   reference = (
       jax.tree.map(jnp.copy, warm)
       if step_lib.needs_reference(cfg.loss)

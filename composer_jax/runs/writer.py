@@ -117,7 +117,7 @@ class Writer:
     """Records one step.
 
     Args:
-      phase: 'midtrain', 'warmup', 'rl' or 'eval'.
+      phase: name of a phase before RL, 'rl' or 'eval'.
       step: step of the phase, counted from 1 (0: before the first).
       figures: flat name -> number, or counts per bin (bin i holds value i).
 

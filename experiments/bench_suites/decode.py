@@ -267,7 +267,9 @@ class _Programs:
     self._table = np.arange(n * width, dtype=np.int32).reshape(n, width)
     at = np.tile(np.arange(prompt_tokens, dtype=np.int32), n).reshape(-1, rows)
     dtype = trace.route_dtype(cfg.experts)
-    routes = np.full((cfg.layers, cfg.top_k), trace.blank_route(dtype), dtype)
+    routes = np.full(
+        (cfg.moe_layers, cfg.top_k), trace.blank_route(dtype), dtype
+    )
     self._routes = routes
     self._positions, self._prompt, self._new = at, prompt_tokens, new
 

@@ -74,6 +74,8 @@ class LowerTest(parameterized.TestCase):
           blank=65535,
           scores=scores,
           threshold=0.1,
+          groups=8 if scores == 'sigmoid' else 1,
+          top_groups=4 if scores == 'sigmoid' else 1,
           implementation='triton',
       )
       return (gates * gates).sum()

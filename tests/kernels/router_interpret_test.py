@@ -16,7 +16,26 @@ _N, _E, _K = 9, 12, 3
 _IMPLEMENTATIONS = ('interpret', 'reference')
 
 
-def _exact(logits, bias, recorded, scores, renormalize, scale, threshold):
+def _limited(value, groups, top_groups):
+  """The values in the best groups, -inf elsewhere."""
+  parts = value.reshape(groups, -1)
+  score = np.sort(parts, axis=1)[:, -2:].sum(axis=1)
+  best = sorted(range(groups), key=lambda g: (-score[g], g))[:top_groups]
+  kept = np.isin(np.arange(groups), best)[:, None]
+  return np.where(kept, parts, -np.inf).reshape(-1)
+
+
+def _exact(
+    logits,
+    bias,
+    recorded,
+    scores,
+    renormalize,
+    scale,
+    threshold,
+    groups=1,
+    top_groups=1,
+):
   """Gates and experts, row by row."""
   gates, chosen = [], []
   for x, record in zip(logits, recorded, strict=True):
@@ -25,7 +44,8 @@ def _exact(logits, bias, recorded, scores, renormalize, scale, threshold):
       value = score + bias
     else:
       value = score = np.exp(x) / np.exp(x).sum()
-    live = sorted(range(_E), key=lambda e: (-value[e], e))[:_K]  # noqa: B023
+    order = _limited(value, groups, top_groups)
+    live = sorted(range(_E), key=lambda e: (-order[e], e))[:_K]  # noqa: B023
     ids = live
     if record[0] != _BLANK:
       floor = threshold * value[live[-1]] if threshold else -np.inf
@@ -75,16 +95,21 @@ class RouterTest(parameterized.TestCase):
 
   @parameterized.parameters(
       *itertools.product(
-          ('softmax', 'sigmoid'), ((True, 1.0), (False, 2.5)), (0.0, 0.7)
+          (('softmax', 1, 1), ('sigmoid', 1, 1), ('sigmoid', 3, 2)),
+          ((True, 1.0), (False, 2.5)),
+          (0.0, 0.7),
       )
   )
-  def test_values_and_gradients(self, scores, gate, threshold):
+  def test_values_and_gradients(self, choice, gate, threshold):
+    scores, groups, top_groups = choice
     renormalize, scale = gate
     rule = dict(
         scores=scores,
         renormalize=renormalize,
         scale=scale,
         threshold=threshold,
+        groups=groups,
+        top_groups=top_groups,
     )
     exact = self.logits.astype(np.float64), self.bias, self.recorded
     gates, chosen = _exact(*exact, **rule)
