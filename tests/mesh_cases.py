@@ -30,13 +30,32 @@ CFG = config.ModelConfig(
     qkv_bias=True,
     qk_norm=True,
 )
+LATENT = config.ModelConfig(
+    vocab=64,
+    layers=2,
+    embed=32,
+    q_heads=4,
+    kv_heads=1,
+    head_dim=16,
+    kv_latent=24,
+    q_latent=16,
+    rope_dim=8,
+    value_dim=8,
+    experts=4,
+    moe_ffn=32,
+    shared_experts=1,
+    dense_layers=1,
+    dense_ffn=48,
+    router='sigmoid',
+    routed_scale=2.5,
+)
 ONE = config.MeshConfig(1)
 OPTIMIZERS = {'adamw': optimizer.AdamW(), 'muon': optimizer.Muon()}
 
 
 @functools.cache
-def masters():
-  return jax.device_get(params_lib.init(CFG, jax.random.key(0)))
+def masters(model=CFG):
+  return jax.device_get(params_lib.init(model, jax.random.key(0)))
 
 
 @functools.cache
@@ -67,26 +86,26 @@ def routes():
   return {'replayed': live, 'all to one': one_device}
 
 
+def routed(kind):
+  return batch().replace(routing=routes()[kind])
+
+
 @functools.cache
 def gradients(cfg, kind):
-  """(gradients by name on the host, loss) for recorded routes."""
-  state = step.init_state(CFG, optimizer_of('adamw'), 0, step.make_mesh(cfg))
-  return _gradients(cfg, kind, state.params)
+  return gradients_of(CFG, cfg, routed(kind))
 
 
-def again(cfg, kind):
-  """The same from another call."""
-  return gradients.__wrapped__(cfg, kind)
-
-
-def _gradients(cfg, kind, params):
+def gradients_of(model, cfg, batch):
+  """(gradients by name on the host, loss), with the router's own losses."""
+  mesh = step.make_mesh(cfg)
   grads, metrics = step.gradients(
-      params,
-      batch().replace(routing=routes()[kind]),
+      step.init_state(model, optimizer_of('adamw'), 0, mesh).params,
+      batch,
       jnp.float32(100.0),
-      cfg=CFG,
+      cfg=model,
       loss=losses.NextToken(),
-      mesh=step.make_mesh(cfg),
+      mesh=mesh,
+      balancing=config.Balancing(aux=0.1, z=0.1),
   )
   named = params_lib.names(jax.device_get(grads))
   return named, float(metrics['loss'].value())
@@ -119,12 +138,18 @@ def check(cfg):
   for kind in ('replayed', 'all to one'):
     (got, loss), (want, want_loss) = gradients(cfg, kind), gradients(ONE, kind)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    for name, g in want.items():
-      near(got[name], g, name)
-  for name, g in again(cfg, 'replayed')[0].items():
-    np.testing.assert_array_equal(
-        _bits(g), _bits(gradients(cfg, 'replayed')[0][name]), name
-    )
+    all_near(got, want)
+  again, _ = gradients_of(CFG, cfg, routed('replayed'))
+  for name, g in gradients(cfg, 'replayed')[0].items():
+    np.testing.assert_array_equal(_bits(again[name]), _bits(g), name)
+
+
+def check_latent(cfg):
+  (got, loss), (want, want_loss) = (
+      gradients_of(LATENT, mesh, batch()) for mesh in (cfg, ONE)
+  )
+  np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+  all_near(got, want)
 
 
 def check_update(cfg, name):
@@ -136,6 +161,11 @@ def check_update(cfg, name):
   )
   for (path, x), y in leaves:
     near(x, y, jax.tree_util.keystr(path))
+
+
+def all_near(got, want):
+  for name, g in want.items():
+    near(got[name], g, name)
 
 
 def near(got, want, name):

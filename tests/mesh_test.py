@@ -31,6 +31,9 @@ class MeshTest(parameterized.TestCase):
   def test_gradients_are_those_of_one_device(self, *axes):
     mesh_cases.check(config.MeshConfig(*axes))
 
+  def test_latent_attention_and_dense_layers_too(self):
+    mesh_cases.check_latent(config.MeshConfig(1, 2, 1, 2))
+
   @parameterized.product(axes=_FOUR, name=tuple(mesh_cases.OPTIMIZERS))
   def test_update_is_that_of_one_device(self, axes, name):
     mesh_cases.check_update(config.MeshConfig(*axes), name)
@@ -101,10 +104,7 @@ class ShardsTest(parameterized.TestCase):
         for x in (False, True)
     ]
     (want, _), (got, _) = (f(*args) for f in programs)
-    for (name, x), y in zip(
-        params_lib.names(got).items(), jax.tree.leaves(want), strict=True
-    ):
-      mesh_cases.near(x, y, name)
+    mesh_cases.all_near(params_lib.names(got), params_lib.names(want))
     kept, again = (f.memory_analysis().temp_size_in_bytes for f in programs)
     width = 4 * mesh_cases.CFG.embed * batch.tokens.size
     self.assertGreater(kept - again, 10 * width)

@@ -29,7 +29,6 @@ from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
-TokenStats = batch_lib.TokenStats
 _UNBALANCED = config.Balancing()  # as in RL
 
 
@@ -143,42 +142,6 @@ def target_stats(params, batch: Batch, cfg):
   return logps, entropy, out
 
 
-def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
-  per_token, metrics = loss(stats)
-  if per_token.shape != stats.mask.shape:
-    raise ValueError(
-        f'loss {type(loss).__name__} returned shape {per_token.shape}: want'
-        f' one value per token, {stats.mask.shape}'
-    )
-  return per_token, metrics
-
-
-def needs_reference(loss: batch_lib.Loss) -> bool:
-  """True for a loss that declares that it reads `TokenStats.ref_logps`."""
-  return getattr(loss, 'needs_reference', False)
-
-
-def check_loss(loss: batch_lib.Loss) -> None:
-  """Traces a loss on shapes alone, so that a mistake shows before a run does.
-
-  Raises:
-    ValueError: it returns something else than one value per token.
-  """
-  real = jax.ShapeDtypeStruct((2, 8), jnp.float32)
-  whole = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-  stats = TokenStats(
-      logps=real,
-      behaviour_logps=real,
-      advantages=real,
-      entropy=real,
-      mask=real,
-      staleness=whole,
-      segments=whole,
-      ref_logps=real if needs_reference(loss) else None,
-  )
-  jax.eval_shape(functools.partial(_loss_of, loss), stats)
-
-
 @functools.partial(
     jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
 )
@@ -239,7 +202,7 @@ def gradients(
 
     def objective(logps):
       stats = stats_lib.masked(whole, logps, entropy, ref_logps)
-      per_token, metrics = _loss_of(loss, stats)
+      per_token, metrics = stats_lib.per_token(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
 

@@ -30,6 +30,9 @@ RULES = {
     'kv_bias': TENSOR,
     'moe_ffn': TENSOR,
     'shared_ffn': TENSOR,
+    # Where no axis is the model's width.
+    'q_latent': FSDP,
+    'kv_latent': FSDP,
 }
 
 
@@ -59,6 +62,11 @@ def over_mesh(
   )
   places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
   return lambda *args: mapped(*jax.sharding.reshard(args, places))
+
+
+def heads(count: int) -> int:
+  """A device's part of a number of heads."""
+  return count // size(TENSOR)
 
 
 def whole(tree: Any, specs: Any, *, skip: int = 0) -> Any:
