@@ -210,10 +210,9 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
+  specs = params_lib.pspecs(params, sharding.RULES)
   rest = dict.fromkeys(('dense_layers', 'layers', 'mtp'))
-  top = params.replace(**rest)
-  specs = params_lib.pspecs(top, sharding.RULES).replace(**rest)
-  top = sharding.whole(top, specs)
+  top = sharding.whole(params.replace(**rest), specs.replace(**rest))
   logps, entropy = logprob.target_log_probs(
       (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),
