@@ -35,6 +35,7 @@ _CFG = config.ModelConfig(
 _ONE = dataclasses.replace(_CFG, mtp_layers=1)
 _PLAIN = dataclasses.replace(_CFG, mtp_layers=0)
 _SHAPE = packing.Shape(2, 64, contract.KEY_BLOCK)
+_TWO = config.MeshConfig(2)
 
 
 @functools.cache
@@ -42,13 +43,13 @@ def _params(cfg=_CFG):
   return jax.device_get(params_lib.init(cfg, jax.random.key(1)))
 
 
-def _pack(*documents, masks=None):
+def _pack(*documents, masks=None, shape=_SHAPE):
   masks = masks or [None] * len(documents)
   packed = [
       items.Item(i, items.document(np.asarray(d, np.int32), m), 1.0)
       for i, (d, m) in enumerate(zip(documents, masks, strict=True), 1)
   ]
-  return packing.pack(packed, _SHAPE, now=0)[0]
+  return packing.pack(packed, shape, now=0)[0]
 
 
 def _documents(*lengths, seed=0):
@@ -77,14 +78,17 @@ def _states(batch):
   return _run(_params(), batch)[0]
 
 
-def _gradients(objective, cfg=_ONE):
+def _gradients(objective, cfg=_ONE, mesh=_TWO):
   grads, metrics = step.gradients(
       _params(cfg),
-      _pack(*_documents(20, 60, 30)),
+      _pack(
+          *_documents(20, 60, 30),
+          shape=packing.Shape(4, 64, contract.KEY_BLOCK),
+      ),
       jnp.float32(100.0),
       cfg=cfg,
       loss=losses.NextToken(),
-      mesh=step.make_mesh(config.MeshConfig(2)),
+      mesh=step.make_mesh(mesh),
       mtp=objective,
   )
   return jax.device_get(grads), jax.device_get(metrics)
@@ -147,6 +151,13 @@ class MtpTest(absltest.TestCase):
     }
     self.assertEmpty(still)
     joint, figures = _gradients(config.Mtp(0.3))
+    split, _ = _gradients(
+        config.Mtp(0.3), mesh=config.MeshConfig(1, fsdp=2, expert=2)
+    )
+    for (name, a), b in zip(
+        params_lib.names(split).items(), jax.tree.leaves(joint), strict=True
+    ):
+      np.testing.assert_allclose(a, b, 1e-4, 1e-6, err_msg=name)
     self.assertEqual(figures['loss'].value(), metrics['loss'].value())
     moved = np.abs(joint.embedding - want.embedding).max()
     self.assertGreater(moved, 1e-4)

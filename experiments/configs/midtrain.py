@@ -22,8 +22,9 @@ def experiment() -> config.Experiment:
   return dataclasses.replace(
       tiny.experiment(),
       name='midtrain',
-      # A bias balances the experts instead of a loss (DeepSeek-V3).
-      model=config.ModelConfig(router='sigmoid'),
+      # A bias balances the experts instead of a loss, and a second head that
+      # no policy runs predicts one token more (DeepSeek-V3).
+      model=config.ModelConfig(router='sigmoid', mtp_layers=1),
       shards=(
           config.ShardsConfig('code_shards', '/tmp/code'),
           config.ShardsConfig('chats', '/tmp/chats'),
@@ -40,7 +41,8 @@ def experiment() -> config.Experiment:
               rows_per_step=16,
               tokens_per_row=256,
               mix=(('code_shards', 1),),
-              balancing=config.Balancing(z=1e-3, bias_speed=1e-3),
+              balancing=config.Balancing(z=1e-3, bias_speed=1e-2),
+              mtp=config.Mtp(0.3),
               eval_every_steps=50,
           ),
           config.PhaseConfig(
@@ -54,7 +56,8 @@ def experiment() -> config.Experiment:
               rows_per_step=4,
               tokens_per_row=1024,
               mix=(('code_shards', 3), ('chats', 1)),
-              balancing=config.Balancing(z=1e-3, bias_speed=1e-3),
+              balancing=config.Balancing(z=1e-3, bias_speed=1e-2),
+              mtp=config.Mtp(0.1),
           ),
           config.PhaseConfig(
               name='sft',
@@ -67,6 +70,7 @@ def experiment() -> config.Experiment:
               tokens_per_row=512,
               mix=(('chats', 1),),
               balancing=config.Balancing(),
+              mtp=config.Mtp(0.1, distill=True),
           ),
       ),
   )
