@@ -432,6 +432,9 @@ class Experiment:
   rl_optimizer: Any
   phases: tuple[PhaseConfig, ...]
   seed: int = 0
+  # Folder of a published model to start from: its sizes take the place of
+  # `model`, its tokenizer that of one that is fitted.
+  base: str | None = None
   model: ModelConfig = ModelConfig()
   mesh: MeshConfig = MeshConfig()
   corpus: CorpusConfig = CorpusConfig()

@@ -142,11 +142,30 @@ def command() -> str:
 
 
 def experiment() -> config.Experiment:
-  """Returns what --config, --set and --seed describe."""
+  """Returns what --config, --set and --seed describe.
+
+  Raises:
+    ValueError: a mistake in one of them, or the base does not exist.
+  """
   edits = list(flags.FLAGS['set'].value)
   if flags.FLAGS.seed is not None:
     edits.append(f'seed={flags.FLAGS.seed}')
-  return config_text.override(load(flags.FLAGS.config), *edits)
+  cfg = config_text.override(load(flags.FLAGS.config), *edits)
+  if cfg.base is None:
+    return cfg
+  from composer_jax.runs import base  # which needs jax, as few commands do
+
+  for text in edits:
+    name = text.partition('=')[0]
+    if (
+        name.startswith('model.')
+        and name.removeprefix('model.') not in base.HOW
+    ):
+      raise ValueError(
+          f'--set={text}: the base decides it; of the model, only'
+          f' {", ".join(base.HOW)} can be set'
+      )
+  return base.adopt(cfg)
 
 
 def load(name: str) -> config.Experiment:
