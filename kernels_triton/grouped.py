@@ -57,7 +57,7 @@ def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
   """Rows of x; zero where an index is past its end."""
-  return x.at[index].get(mode='fill', fill_value=0)
+  return jnp.take(x, index, axis=0, mode='fill', fill_value=0)
 
 
 def _sum_slots(y: jax.Array, slots: jax.Array) -> jax.Array:

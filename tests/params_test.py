@@ -51,6 +51,10 @@ class ParamsTest(absltest.TestCase):
         specs.layers.moe.w_in,
         PartitionSpec(None, 'expert', 'fsdp', None, None),
     )
+    # No mesh axis splits a tensor twice.
+    rules |= {'vocab': 'fsdp'}
+    specs = params.pspecs(params.abstract(_CFG), rules)
+    self.assertEqual(specs.embedding, PartitionSpec('fsdp', None))
     # The router's output is an axis of its own: top-k must see it whole.
     self.assertEqual(specs.layers.moe.router, PartitionSpec(None, 'fsdp', None))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -56,3 +58,46 @@ def mismatch(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
       ),
       'entropy': mean(stats.entropy, stats.mask),
   }
+
+
+def per_token(
+    loss: batch_lib.Loss, stats: TokenStats
+) -> tuple[jax.Array, batch_lib.Metrics]:
+  """What a loss returns, (its value for every token, metrics).
+
+  Raises:
+    ValueError: it returns something else than one value per token.
+  """
+  values, metrics = loss(stats)
+  if values.shape != stats.mask.shape:
+    raise ValueError(
+        f'loss {type(loss).__name__} returned shape {values.shape}: want'
+        f' one value per token, {stats.mask.shape}'
+    )
+  return values, metrics
+
+
+def needs_reference(loss: batch_lib.Loss) -> bool:
+  """True for a loss that declares that it reads `TokenStats.ref_logps`."""
+  return getattr(loss, 'needs_reference', False)
+
+
+def check_loss(loss: batch_lib.Loss) -> None:
+  """Traces a loss on shapes alone, so that a mistake shows before a run does.
+
+  Raises:
+    ValueError: as `per_token`.
+  """
+  real = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+  whole = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+  stats = TokenStats(
+      logps=real,
+      behaviour_logps=real,
+      advantages=real,
+      entropy=real,
+      mask=real,
+      staleness=whole,
+      segments=whole,
+      ref_logps=real if needs_reference(loss) else None,
+  )
+  jax.eval_shape(functools.partial(per_token, loss), stats)

@@ -29,7 +29,6 @@ from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
-TokenStats = batch_lib.TokenStats
 _UNBALANCED = config.Balancing()  # as in RL
 
 
@@ -143,42 +142,6 @@ def target_stats(params, batch: Batch, cfg):
   return logps, entropy, out
 
 
-def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
-  per_token, metrics = loss(stats)
-  if per_token.shape != stats.mask.shape:
-    raise ValueError(
-        f'loss {type(loss).__name__} returned shape {per_token.shape}: want'
-        f' one value per token, {stats.mask.shape}'
-    )
-  return per_token, metrics
-
-
-def needs_reference(loss: batch_lib.Loss) -> bool:
-  """True for a loss that declares that it reads `TokenStats.ref_logps`."""
-  return getattr(loss, 'needs_reference', False)
-
-
-def check_loss(loss: batch_lib.Loss) -> None:
-  """Traces a loss on shapes alone, so that a mistake shows before a run does.
-
-  Raises:
-    ValueError: it returns something else than one value per token.
-  """
-  real = jax.ShapeDtypeStruct((2, 8), jnp.float32)
-  whole = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-  stats = TokenStats(
-      logps=real,
-      behaviour_logps=real,
-      advantages=real,
-      entropy=real,
-      mask=real,
-      staleness=whole,
-      segments=whole,
-      ref_logps=real if needs_reference(loss) else None,
-  )
-  jax.eval_shape(functools.partial(_loss_of, loss), stats)
-
-
 @functools.partial(
     jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
 )
@@ -239,7 +202,7 @@ def gradients(
 
     def objective(logps):
       stats = stats_lib.masked(whole, logps, entropy, ref_logps)
-      per_token, metrics = _loss_of(loss, stats)
+      per_token, metrics = stats_lib.per_token(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
 
@@ -266,22 +229,12 @@ def gradients(
     }
     return grads, metrics
 
-  return _over_mesh(
+  return sharding.over_mesh(
       local,
       mesh,
       in_specs=(specs, P(sharding.ROWS), P(), P(), reference and specs),
       out_specs=(specs, P()),
   )(params, batch, denominator, jnp.asarray(tokens, jnp.float32), reference)
-
-
-def _over_mesh(f, mesh, *, in_specs, out_specs):
-  """`shard_map` over all axes, of arguments that may lie anywhere."""
-  mapped = jax.shard_map(
-      f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
-
-  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
-  return lambda *args: mapped(*jax.sharding.reshard(args, places))
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -292,16 +245,17 @@ def apply_gradients(
     tx: optax.GradientTransformation,
 ) -> batch_lib.TrainState:
   """One optimizer update."""
+  places = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
 
+  # An optimizer may multiply matrices and does not know how they are split: the
+  # partitioner places its collectives.
+  @jax.sharding.auto_axes(out_sharding=places)
   def update(state, grads):
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return batch_lib.TrainState(state.step + 1, params, opt_state)
 
-  # An optimizer may multiply matrices, and knows nothing of how they are split:
-  # the partitioner places its collectives.
-  kept = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
-  return jax.sharding.auto_axes(update, out_sharding=kept)(state, grads)
+  return update(state, grads)
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -410,7 +364,7 @@ def score(
     return logps, out.routing
 
   rows = P(sharding.ROWS)
-  return _over_mesh(
+  return sharding.over_mesh(
       local,
       mesh,
       in_specs=(params_lib.pspecs(params, sharding.RULES), rows),

@@ -47,8 +47,7 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 def _block(cfg, weights, x, angles):
   norm, w, bias, scales = weights
   h = cfg.head_dim
-  n = cfg.q_heads // sharding.size(sharding.TENSOR)
-  m = cfg.kv_heads // sharding.size(sharding.TENSOR)
+  n, m = sharding.heads(cfg.q_heads), sharding.heads(cfg.kv_heads)
   x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
   x, scales = sharding.fan_out((x, scales))
   qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
@@ -80,11 +79,13 @@ def _latent_block(cfg, weights, x, angles):
   latent = norms(latent, kv_norm, _LATENT_EPS)
   if cfg.q_latent:
     x = norms(multiply(x, q_down), q_norm, _LATENT_EPS)
-  q = multiply(x, w_q).reshape(-1, cfg.q_heads, cfg.head_dim + cfg.rope_dim)
+  q = multiply(sharding.fan_out(x), w_q)
+  q = q.reshape(-1, sharding.heads(cfg.q_heads), cfg.head_dim + cfg.rope_dim)
   q, turned = jnp.split(q, [cfg.head_dim], axis=2)
   q = by_head(q, k_up)
   q = jnp.concatenate([q, _rotate(turned, angles)], axis=2)
   k = jnp.concatenate([latent[:, None], _rotate(k[:, None], angles)], axis=2)
+  k = sharding.fan_out(k)
   return (q * score_scale(cfg)).astype(cfg.dtype), k.astype(cfg.dtype)
 
 

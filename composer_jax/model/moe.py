@@ -80,11 +80,11 @@ def _block(cfg, weights, x, attended, recorded=None):
   v_up, wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
   if cfg.kv_latent:
     attended = matmul.heads(
-        attended.reshape(-1, cfg.q_heads, cfg.kv_latent),
+        attended.reshape(-1, len(v_up), cfg.kv_latent),
         v_up,
         dtype=cfg.dtype,
         implementation=cfg.kernels,
-    ).reshape(-1, cfg.q_heads * cfg.value_dim)
+    ).reshape(-1, len(wo))
   attended = matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )

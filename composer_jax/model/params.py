@@ -179,10 +179,18 @@ def pspecs(params: Params, rules: Mapping[str, str]) -> Params:
   there = names(params)
 
   def leaf(name, dims, _):
-    spec = PartitionSpec(*(rules.get(d) for d in dims))
-    return spec if name in there else None
+    return PartitionSpec(*_axes(dims, rules)) if name in there else None
 
   return _declare(Params, leaf)
+
+
+def _axes(dims, rules):
+  """Mesh axis of each logical axis; the first one that wants it has it."""
+  axes = []
+  for dim in dims:
+    axis = rules.get(dim)
+    axes.append(None if axis in axes else axis)
+  return axes
 
 
 def check_split(
@@ -200,8 +208,8 @@ def check_split(
   """
 
   def leaf(name, dims, _):
-    for dim, size in zip(dims, _shape(cfg, name, dims) or (), strict=False):
-      axis = rules.get(dim)
+    shape = _shape(cfg, name, dims) or ()
+    for dim, size, axis in zip(dims, shape, _axes(dims, rules), strict=False):
       if axis and size % mesh[axis]:
         raise ValueError(
             f'mesh.{axis}={mesh[axis]}: must divide {dim}={size}, an axis of'

@@ -9,10 +9,12 @@ nothing is shared and each is the identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 DATA, FSDP, EXPERT, TENSOR = AXES = ('data', 'fsdp', 'expert', 'tensor')
@@ -28,6 +30,9 @@ RULES = {
     'kv_bias': TENSOR,
     'moe_ffn': TENSOR,
     'shared_ffn': TENSOR,
+    # Where no axis is the model's width.
+    'q_latent': FSDP,
+    'kv_latent': FSDP,
 }
 
 
@@ -35,6 +40,33 @@ def size(axis: str) -> int:
   """Devices along a mesh axis that share what is traced now."""
   mesh = jax.sharding.get_abstract_mesh()
   return mesh.shape[axis] if axis in mesh.manual_axes else 1
+
+
+def over_mesh(
+    f: Callable[..., Any],
+    mesh: jax.sharding.Mesh,
+    *,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Callable[..., Any]:
+  """`shard_map` over all axes, of arguments that may lie anywhere.
+
+  Args:
+    f: sees a device's parts.
+    mesh: with `AXES`.
+    in_specs: of each argument, as for `shard_map`.
+    out_specs: of what f returns.
+  """
+  mapped = jax.shard_map(
+      f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+  return lambda *args: mapped(*jax.sharding.reshard(args, places))
+
+
+def heads(count: int) -> int:
+  """A device's part of a number of heads."""
+  return count // size(TENSOR)
 
 
 def whole(tree: Any, specs: Any, *, skip: int = 0) -> Any:

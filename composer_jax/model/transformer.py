@@ -200,9 +200,11 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
-  top = params.replace(layers=None)
-  specs = params_lib.pspecs(top, sharding.RULES).replace(layers=None)
-  top = sharding.whole(top, specs)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  params, specs = (
+      tree.replace(layers=None, dense_layers=None) for tree in (params, specs)
+  )
+  top = sharding.whole(params, specs)
   logps, entropy = logprob.target_log_probs(
       (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),

@@ -23,6 +23,7 @@ from composer_jax import trace
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
+from composer_jax.learner import stats
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
@@ -215,7 +216,7 @@ def train_step(
       cfg=cfg,
       loss=loss,
       mesh=mesh,
-      reference=state.params if step_lib.needs_reference(loss) else None,
+      reference=state.params if stats.needs_reference(loss) else None,
   )
   after = step_lib.apply_gradients(jax.tree.map(jnp.copy, state), grads, tx=tx)
   leaves = {f'metric {k}': m for k, m in _leaves(dict(metrics))}

@@ -25,6 +25,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import stats
 from composer_jax.learner import step
 from composer_jax.runs import base
 from composer_jax.runs import digest
@@ -88,7 +89,7 @@ def open_run(
     ValueError: as `sources.open_texts` and `plan.check`, or a loss that returns
       a wrong shape.
   """
-  step.check_loss(cfg.loss)
+  stats.check_loss(cfg.loss)
   plan.check(cfg)
   path = workdir / stored_model.TOKENIZER
   names: Mapping[str, str] = {}
@@ -179,7 +180,7 @@ def reinforcement(
   # The policy that RL started from; a copy, because steps donate their state.
   reference = (
       jax.tree.map(jnp.copy, state.params)
-      if step.needs_reference(cfg.loss)
+      if stats.needs_reference(cfg.loss)
       else None
   )
   state = step.restart(state.params, tx, run.mesh)
