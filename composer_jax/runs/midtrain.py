@@ -32,7 +32,7 @@ from kernels_triton import contract
 
 _CHECKPOINT_SECONDS = 60.0
 _KEPT = (
-    *('loss', 'grad_norm'),
+    *('loss', 'loss/mtp', 'grad_norm'),
     *('routing/balance', 'routing/z', 'routing/max_load'),
 )
 
@@ -160,11 +160,12 @@ def run(
           tx=tx,
           mesh=mesh,
           balancing=phase.balancing,
+          mtp=phase.mtp,
       )
       done += 1
       complete = done >= phase.steps
       seconds = time.monotonic() - began
-      kept = {k: figures[k] for k in _KEPT}
+      kept = {k: figures[k] for k in _KEPT if k in figures}
       kept['tokens_per_second'] = packed.tokens / seconds
       every = phase.eval_every_steps
       if complete or (every and done % every == 0):

@@ -19,7 +19,7 @@ from composer_jax.learner import shards
 from composer_jax.runs import inputs
 
 CHATS = 'messages'  # the field that holds a conversation
-_BATCH_RECORDS, _BATCH_BYTES = 1024, 1 << 24  # encoded together
+_BATCH_RECORDS, _BATCH_BYTES = 1024, 1 << 22  # encoded together
 
 
 class Document(NamedTuple):
