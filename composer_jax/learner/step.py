@@ -21,6 +21,7 @@ import optax
 
 from composer_jax import config
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import processes
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
 
@@ -41,6 +42,11 @@ def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
         ' with --set=mesh.data=N'
     )
   return jax.sharding.Mesh(np.asarray(devices[: cfg.data]), ('data',))
+
+
+def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Which device has which rows of a batch."""
+  return NamedSharding(mesh, P('data'))
 
 
 def init_state(
@@ -312,11 +318,11 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = NamedSharding(mesh, P('data'))
+  rows = row_sharding(mesh)
   z = jnp.asarray(denominator, jnp.float32)
   grads = metrics = None
   for batch in batches:
-    batch = jax.device_put(batch, rows)
+    batch = processes.place(batch, rows)
     g, m = gradients(
         state.params,
         batch,

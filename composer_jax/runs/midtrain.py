@@ -24,6 +24,7 @@ from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import corpus
 from composer_jax.learner import losses
 from composer_jax.learner import packing
+from composer_jax.learner import processes
 from composer_jax.learner import step
 from composer_jax.runs import progress
 from composer_jax.runs import writer as writer_lib
@@ -124,8 +125,10 @@ def heldout_bits_per_byte(
   published = step.rounded(state.params)
   for chunks in corpus.batches(tokens, shape):
     batch, _ = packing.pack_documents(chunks, shape)
-    logps, _ = step.score(published, batch, cfg=cfg, mesh=mesh)
-    nll -= float(np.asarray(logps, np.float64)[batch.sampled].sum())
+    rows = processes.place(batch, step.row_sharding(mesh))
+    logps, _ = step.score(published, rows, cfg=cfg, mesh=mesh)
+    logps = np.asarray(processes.whole(logps), np.float64)
+    nll -= float(logps[batch.sampled].sum())
   return corpus.bits_per_byte(nll, tokens.utf8_bytes)
 
 
@@ -156,7 +159,7 @@ def run(
     heldout: code for bits per byte.
     checkpoints: directory of this phase's checkpoints.
     writer: of metrics.
-    stop: asked after every step; True saves and returns early.
+    stop: asked after every step; True in any process saves and returns early.
 
   Returns:
     (state, whether the phase is complete).
@@ -183,13 +186,14 @@ def run(
     writer.write(phase, 0, {'bits_per_byte': heldout_figure()})
   saved = time.monotonic()
   complete = done >= cfg.steps
+  (stopped,) = processes.agree(stop())
   with (
       progress.Progress(cfg.steps, 'step', label=phase, start=done) as bar,
       futures.ThreadPoolExecutor(1) as ahead,
   ):
     # The next documents are made while the device works on these.
     coming = ahead.submit(source, cursor)
-    while not complete and not stop():
+    while not (complete or stopped):
       began = time.monotonic()
       (documents, masks), cursor = coming.result()
       coming = ahead.submit(source, cursor)
@@ -213,7 +217,9 @@ def run(
         kept['bits_per_byte'] = heldout_figure()
       writer.write(phase, done, kept)
       bar.update(done, **kept)
-      if complete or time.monotonic() - saved > _CHECKPOINT_SECONDS:
+      late = time.monotonic() - saved > _CHECKPOINT_SECONDS
+      stopped, due = processes.agree(stop(), late)
+      if complete or due:
         save()
         saved = time.monotonic()
   if not complete:

@@ -27,6 +27,7 @@ from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import corpus
 from composer_jax.learner import packing
+from composer_jax.learner import processes
 from composer_jax.learner import step
 from composer_jax.runs import evaluate
 from composer_jax.runs import host as host_lib
@@ -125,7 +126,11 @@ def open_run(
       renderer=renderer,
       train=corpus.encode(code.train, tokenizer, start=start),
       heldout=corpus.encode(code.heldout, tokenizer, start=start),
-      writer=writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']}),
+      writer=(
+          writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']})
+          if processes.first()
+          else writer_lib.Silent()
+      ),
       stop=stop,
   )
 
