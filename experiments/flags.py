@@ -120,10 +120,13 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     print(f'\n{program}: aborted', file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(INTERRUPT_EXIT_CODE)  # Worker threads must not hold it up.
-  except Exception:
+  except Exception as e:
     if not job.joined():
       raise
-    traceback.print_exc()
+    if flags.FLAGS.traceback or not job.is_loss(e):
+      traceback.print_exc()
+    if job.is_loss(e):
+      print(f'{program}: error: {job.loss()} ({e})', file=sys.stderr)
     code = 1
   if code and job.joined():
     sys.stdout.flush()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ _VARIABLES = {
     'processes': 'JAX_NUM_PROCESSES',
     'process': 'JAX_PROCESS_ID',
 }
+# Of collectives whose peer has closed its connection.
+_LOSS = re.compile('gloo|nccl|coordination', re.IGNORECASE)
 _READ_SECONDS = 5  # for the others to hear why process 0 could not start
 _DAY_MS = 86_400_000
 _DONE = 'done'
@@ -108,9 +111,7 @@ def join() -> int:
   met = _herald(
       f'the processes of the job did not meet within {wait} s; start as many as'
       ' were announced, and see that all reach the coordinator',
-      'this process was ended because another one of the job is gone, or silent'
-      f' for {heartbeat} s; start all of them again to go on from the last'
-      ' checkpoint',
+      loss(),
   )
   import jax
   from jax._src import distributed  # jax shows the number only with a backend
@@ -131,6 +132,20 @@ def join() -> int:
   if not first():
     _silence()
   return distributed.global_state.num_processes
+
+
+def loss() -> str:
+  """What to say when the job has lost a process."""
+  return (
+      'another process of the job is gone, or was silent for'
+      f' {absl_flags.FLAGS.heartbeat_seconds} s; start all of them again to go'
+      ' on from the last checkpoint'
+  )
+
+
+def is_loss(error: Exception) -> bool:
+  """Whether jax raised an error because the job has lost a process."""
+  return 'jax' in type(error).__module__ and bool(_LOSS.search(str(error)))
 
 
 def refuse(why: str) -> None:
