@@ -48,6 +48,7 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
+  remat: bool = False  # a layer is computed again in the backward pass, not kept
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):
@@ -105,7 +106,34 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  data: int = 2  # devices the trainer splits the rows of a batch over
+  """How many devices the trainer's work is split over, along four axes.
+
+  The rows of a batch are split over data x fsdp x expert.
+  """
+
+  data: int = 2  # copies of the weights
+  fsdp: int = 1  # splits every tensor; a layer is gathered while it runs
+  expert: int = 1  # splits the experts
+  tensor: int = 1  # splits heads and the FFNs' columns
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      ok = getattr(self, field.name) > 0
+      _require(ok, self, field.name, 'must be at least 1')
+
+  @property
+  def row_shards(self) -> int:
+    return self.data * self.fsdp * self.expert
+
+  @property
+  def devices(self) -> int:
+    return self.row_shards * self.tensor
+
+  def text(self) -> str:
+    """Such as 'mesh.data=2 x mesh.expert=4'."""
+    axes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    split = [f'mesh.{name}={n}' for name, n in axes.items() if n > 1]
+    return ' x '.join(split or ['mesh.data=1'])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ _STOPPING = 'stopping after this step; once more to abort without saving'
 class Devices(typing.NamedTuple):
   """Which device does what."""
 
-  train: list[jax.Device]  # the mesh: MeshConfig.data of them, of all processes
+  train: list[jax.Device]  # the mesh, of all processes
   rollout: jax.Device  # decodes; apart from the mesh if there are enough
 
 
@@ -46,7 +46,7 @@ def setup_devices(
     ValueError: the mesh needs more devices than there are, or leaves some of
       a job of several processes without work.
   """
-  want = cfg.mesh.data
+  want = cfg.mesh.devices
   decoders = 0
   if jax.config.jax_num_cpu_devices < 0:
     most = max(_MAX_HOST_DEVICES, os.cpu_count() or 1)
@@ -59,7 +59,7 @@ def setup_devices(
   mesh_devices = len(devices) - (decoders if kind == 'cpu' else 0)
   if want > mesh_devices:
     raise ValueError(
-        f'MeshConfig.data={want}: only {mesh_devices} {kind} devices here; use'
+        f'{cfg.mesh.text()}: only {mesh_devices} {kind} devices here; use'
         f' --set=mesh.data={mesh_devices} or less'
     )
   if processes > 1 and want != len(devices):

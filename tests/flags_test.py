@@ -143,7 +143,7 @@ class BinaryTest(parameterized.TestCase):
       ('--mode=nan', 'step 3: loss is nan'),
       ('--workdir=/proc/none/run', '/proc/none/run: cannot be written'),
       ('--workdir=/dev/null', '/dev/null: cannot be written'),
-      ('--set=mesh.data=100', r'MeshConfig.data=100: only \d+ cpu devices'),
+      ('--set=mesh.data=100', r'mesh.data=100: only \d+ cpu devices'),
   )
   def test_wrong_values(self, flag, pattern):
     mode = [] if 'mode' in flag else ['--mode=devices']

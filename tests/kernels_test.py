@@ -155,6 +155,38 @@ class GroupedTest(parameterized.TestCase):
     for a, b in zip(got, want, strict=True):
       _close(a, b, 1e-3)
 
+  @parameterized.parameters(0, 1)
+  def test_experts_in_two_ranges_give_the_bits_of_all(self, shift):
+    """Also where one range has every choice, so that the other one has none."""
+    experts = np.stack([np.arange(37) % 2 + 2 * shift, np.full(37, 3)], 1)
+    experts = np.where(experts == 3, experts[:, :1] ^ 1, experts)
+    experts[0] = 1 + shift, 2 * shift  # choices of one row in both ranges
+    experts = experts.astype(np.int32)
+    x, gates = _normal(37, 16), _normal(37, 2)
+    w_in, w_out = _normal(4, 16, 24), _normal(4, 12, 16)
+
+    def parts(x, gates, w_in, w_out):
+      lower, upper = (
+          grouped.expert_choices(
+              x, gates, experts - e, w_in[e : e + 2], w_out[e : e + 2]
+          )
+          for e in (0, 2)
+      )
+      y = lower + upper
+      return y[:, 0] + y[:, 1]
+
+    def ours(x, gates, w_in, w_out):
+      return grouped.expert_ffn(x, gates, experts, w_in, w_out)
+
+    args = x, gates, w_in, w_out
+    np.testing.assert_array_equal(jax.jit(parts)(*args), jax.jit(ours)(*args))
+    got, want = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), range(4)))
+        for f in (parts, ours)
+    )
+    for a, b in zip(got(*args), want(*args), strict=True):
+      _close(a, b, 1e-6)
+
   def test_unused_expert_has_zero_gradient(self):
     experts = np.tile(np.array([[1, 2]], np.int32), (20, 1))
     gates = np.full((20, 2), 0.5, np.float32)

@@ -43,7 +43,8 @@ class ParamsTest(absltest.TestCase):
     self.assertNotEqual(a.embedding.shape, b.embedding.shape)
 
   def test_specs_follow_the_rules(self):
-    specs = params.pspecs(_CFG, {'experts': 'expert', 'embed': 'fsdp'})
+    rules = {'experts': 'expert', 'embed': 'fsdp'}
+    specs = params.pspecs(params.abstract(_CFG), rules)
     self.assertEqual(
         specs.layers.moe.w_in,
         PartitionSpec(None, 'expert', 'fsdp', None, None),

@@ -9,6 +9,7 @@ segments of a rollout wherever they were packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,9 @@ import optax
 from composer_jax import config
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import processes
+from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
@@ -30,23 +33,63 @@ TokenStats = batch_lib.TokenStats
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
-  """The trainer's mesh over the first `cfg.data` devices.
+  """The trainer's mesh over the first devices.
 
   Raises:
-    ValueError: the process has fewer devices.
+    ValueError: there are fewer devices.
   """
   devices = jax.devices()
-  if cfg.data > len(devices):
+  if cfg.devices > len(devices):
     raise ValueError(
-        f'mesh.data={cfg.data}: only {len(devices)} device(s) here; lower it'
-        ' with --set=mesh.data=N'
+        f'{cfg.text()}: only {len(devices)} device(s) here; lower it with'
+        ' --set=mesh.data=N'
     )
-  return jax.sharding.Mesh(np.asarray(devices[: cfg.data]), ('data',))
+  shape = dataclasses.astuple(cfg)
+  return jax.sharding.Mesh(
+      np.asarray(devices[: cfg.devices]).reshape(shape),
+      sharding.AXES,
+      axis_types=(jax.sharding.AxisType.Explicit,) * len(shape),
+  )
+
+
+def _shardings(params: params_lib.Params, mesh: jax.sharding.Mesh):
+  specs = params_lib.pspecs(params, sharding.RULES)
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def abstract_state(
+    cfg: config.ModelConfig,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """Shapes and shardings of a state, to restore one to.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+
+  def place(x, spec):
+    to = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+
+  params = params_lib.abstract(cfg)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  fresh = functools.partial(_fresh, tx=tx)
+  state = jax.eval_shape(fresh, jax.tree.map(place, params, specs))
+  # The optimizer's tensors are split like the parameters; a counter is not.
+  return jax.tree.map(
+      lambda x: place(x, x.sharding.spec if x.sharding else P()), state
+  )
+
+
+def _fresh(params, tx):
+  return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
 def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Which device has which rows of a batch."""
-  return NamedSharding(mesh, P('data'))
+  return NamedSharding(mesh, P(sharding.ROWS))
 
 
 def init_state(
@@ -55,8 +98,17 @@ def init_state(
     seed: int,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Initial f32 masters with a fresh optimizer; see `restart`."""
-  return restart(params_lib.init(cfg, jax.random.key(seed)), tx, mesh)
+  """Initial f32 masters with a fresh optimizer; no device holds all of them.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+  init = jax.jit(
+      lambda key: params_lib.init(cfg, key),
+      out_shardings=_shardings(params_lib.abstract(cfg), mesh),
+  )
+  return restart(init(jax.random.key(seed)), tx, mesh)
 
 
 def restart(
@@ -64,14 +116,14 @@ def restart(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Step 0 with a fresh optimizer, every leaf replicated over the mesh.
+  """Step 0 with a fresh optimizer; its state is split like the parameters.
 
-  Every leaf: a counter left on one device would be restored onto one device.
+  Counters are on every device: one left on a single device would be restored
+  onto a single device.
   """
-  state = batch_lib.TrainState(
-      jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params)
-  )
-  return jax.device_put(state, NamedSharding(mesh, P()))
+  params = jax.device_put(params, _shardings(params, mesh))
+  with jax.set_mesh(mesh):
+    return jax.jit(functools.partial(_fresh, tx=tx))(params)
 
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
@@ -93,52 +145,6 @@ def target_stats(params, batch: Batch, cfg):
   stats = transformer.token_logps(params, out.hidden, targets, cfg=cfg)
   logps, entropy = (jnp.roll(s, 1, axis=1) for s in stats)
   return logps, entropy, out
-
-
-def _masked(batch: Batch, logps, entropy, ref_logps) -> TokenStats:
-  """What the loss sees; entries that are not trained are exactly zero."""
-  mask = batch.sampled & (batch.segments > 0) & (batch.positions > 0)
-  keep = lambda x: jnp.where(mask, x, 0.0)
-  return TokenStats(
-      logps=keep(logps),
-      behaviour_logps=keep(batch.behaviour_logps),
-      advantages=keep(batch.advantages),
-      entropy=lax.stop_gradient(keep(entropy)),
-      mask=mask.astype(jnp.float32),
-      staleness=batch.staleness,
-      segments=batch.rollouts,
-      ref_logps=None if ref_logps is None else keep(ref_logps),
-  )
-
-
-def _same_version(batch: Batch) -> jax.Array:
-  """bool [B T]: token and everything before it came from current weights."""
-  stale = (batch.staleness != 0).astype(jnp.int32)
-  seen = jnp.cumsum(stale, axis=1)
-  start = jnp.arange(stale.shape[1])[None, :] - batch.positions
-  before = jnp.take_along_axis(seen - stale, start, axis=1)
-  return seen == before
-
-
-def _mismatch_metrics(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
-  """k3 estimate of KL(behaviour || trainer), fresh and stale apart."""
-  log_ratio = stats.logps - stats.behaviour_logps
-  k3 = jnp.exp(log_ratio) - 1.0 - log_ratio
-  same = stats.mask * _same_version(batch)
-  mean, peak = batch_lib.Mean.of, batch_lib.Max.of
-  return {
-      'mismatch/kl_same_version': mean(k3, same),
-      'mismatch/kl_stale': mean(k3, stats.mask - same),
-      'mismatch/same_version_share': mean(same, stats.mask),
-      'mismatch/beyond_ln2': mean(
-          (jnp.abs(log_ratio) > jnp.log(2.0)).astype(jnp.float32), stats.mask
-      ),
-      'mismatch/max_log_ratio': peak(jnp.abs(log_ratio), stats.mask),
-      'staleness/token_mean': mean(
-          batch.staleness.astype(jnp.float32), stats.mask
-      ),
-      'entropy': mean(stats.entropy, stats.mask),
-  }
 
 
 def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
@@ -195,23 +201,25 @@ def gradients(
   applied to the f32 masters, straight through the rounding.
 
   Args:
-    params: f32 masters, replicated.
-    batch: [B T], B a multiple of the mesh's devices.
+    params: f32 masters.
+    batch: [B T], B a multiple of the devices that split it.
     denominator: f32 [], the global constant Z; the same for every micro-batch
       of a step, so the sum over micro-batches is the step's gradient.
     cfg: the model.
     loss: static; hashes by value.
-    mesh: axis 'data' splits B.
+    mesh: see `make_mesh`.
     balance: weight of the router balance term (Fedus et al., arXiv
       2101.03961), per micro-batch; 0 in RL.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
-    (gradients f32, metrics).
+    (gradients f32, split like the parameters; metrics).
 
   Raises:
     ValueError: the loss returns a wrong shape (at trace time).
   """
+  specs = params_lib.pspecs(params, sharding.RULES)
+  shards = mesh.size // mesh.shape[sharding.TENSOR]
 
   def local(params, batch, denominator, reference):
     def forward(params):
@@ -221,7 +229,9 @@ def gradients(
     (logps, balanced), vjp, (entropy, routers) = jax.vjp(
         forward, rounded(params), has_aux=True
     )
-    gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
+    gather = functools.partial(
+        lax.all_gather, axis_name=sharding.ROWS, tiled=True
+    )
     # The loss needs no routes, and they are the largest part of a batch.
     whole = jax.tree.map(gather, batch.replace(routing=None))
     entropy = gather(entropy)
@@ -230,7 +240,7 @@ def gradients(
       ref_logps = gather(target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
-      stats = _masked(whole, logps, entropy, ref_logps)
+      stats = stats_lib.masked(whole, logps, entropy, ref_logps)
       per_token, metrics = _loss_of(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
@@ -239,13 +249,14 @@ def gradients(
     d_every, (stats, masked, metrics) = jax.grad(objective, has_aux=True)(every)
     rows = logps.shape[0]
     d_logps = lax.dynamic_slice_in_dim(
-        d_every, lax.axis_index('data') * rows, rows
+        d_every, lax.axis_index(sharding.ROWS) * rows, rows
     )
-    share = jnp.full((), balance / mesh.size, jnp.float32)
+    share = jnp.full((), balance / shards, jnp.float32)
     (grads,) = vjp((d_logps, share))
-    grads, routers, balanced = lax.psum((grads, routers, balanced), 'data')
+    grads = sharding.summed(grads, specs)
+    routers, balanced = lax.psum((routers, balanced), sharding.ROWS)
     mean = batch_lib.Mean
-    metrics |= _mismatch_metrics(whole, stats)
+    metrics |= stats_lib.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
@@ -253,17 +264,26 @@ def gradients(
             routers.blank,
             cfg.layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
         ),
-        'routing/balance': mean(balanced, jnp.asarray(float(mesh.size))),
+        'routing/balance': mean(balanced, jnp.asarray(float(shards))),
     }
     return grads, metrics
 
-  return jax.shard_map(
+  return _over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data'), P(), P()),
-      out_specs=(P(), P()),
-      check_vma=False,
+      mesh,
+      in_specs=(specs, P(sharding.ROWS), P(), reference and specs),
+      out_specs=(specs, P()),
   )(params, batch, denominator, reference)
+
+
+def _over_mesh(f, mesh, *, in_specs, out_specs):
+  """`shard_map` over all axes, of arguments that may lie anywhere."""
+  mapped = jax.shard_map(
+      f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+  return lambda *args: mapped(*jax.sharding.reshard(args, places))
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -274,9 +294,16 @@ def apply_gradients(
     tx: optax.GradientTransformation,
 ) -> batch_lib.TrainState:
   """One optimizer update."""
-  updates, opt_state = tx.update(grads, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  return batch_lib.TrainState(state.step + 1, params, opt_state)
+
+  def update(state, grads):
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return batch_lib.TrainState(state.step + 1, params, opt_state)
+
+  # An optimizer may multiply matrices, and knows nothing of how they are split:
+  # the partitioner places its collectives.
+  kept = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
+  return jax.sharding.auto_axes(update, out_sharding=kept)(state, grads)
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -378,12 +405,12 @@ def score(
     logps, _, out = target_stats(params, batch, cfg)
     return logps, out.routing
 
-  return jax.shard_map(
+  rows = P(sharding.ROWS)
+  return _over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data')),
-      out_specs=(P('data'), P('data')),
-      check_vma=False,
+      mesh,
+      in_specs=(params_lib.pspecs(params, sharding.RULES), rows),
+      out_specs=(rows, rows),
   )(params, batch)
 
 

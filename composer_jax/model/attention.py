@@ -8,6 +8,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import rows
@@ -36,8 +37,11 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 def _block(cfg, weights, x, angles):
   norm, w, bias, scales = weights
-  h, n, m = cfg.head_dim, cfg.q_heads, cfg.kv_heads
+  h = cfg.head_dim
+  n = cfg.q_heads // sharding.size(sharding.TENSOR)
+  m = cfg.kv_heads // sharding.size(sharding.TENSOR)
   x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
+  x, scales = sharding.fan_out((x, scales))
   qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
   if cfg.qkv_bias:
     qkv = qkv + bias[None, :]
@@ -70,7 +74,7 @@ def project(
     cfg: the model.
 
   Returns:
-    q [n N H] scaled by H^-1/2, k [n M H], v [n M H].
+    q [n N H] scaled by H^-1/2, k [n M H], v [n M H]; of the device's heads.
   """
   flat = [
       w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)

@@ -137,20 +137,49 @@ def abstract(cfg: config.ModelConfig, dtype=jnp.float32) -> Params:
   return _declare(Params, leaf)
 
 
-def pspecs(cfg: config.ModelConfig, rules: Mapping[str, str | None]) -> Params:
+def pspecs(params: Params, rules: Mapping[str, str]) -> Params:
   """The tree with a PartitionSpec for every tensor.
 
   Args:
-    cfg: the model.
+    params: of any leaves, such as `abstract` ones.
     rules: logical axis -> mesh axis; an axis not named is replicated.
+  """
+  there = names(params)
+
+  def leaf(name, dims, _):
+    spec = PartitionSpec(*(rules.get(d) for d in dims))
+    return spec if name in there else None
+
+  return _declare(Params, leaf)
+
+
+def check_split(
+    cfg: config.ModelConfig, rules: Mapping[str, str], mesh: Mapping[str, int]
+) -> None:
+  """Refuses a mesh that cannot split every tensor into equal parts.
+
+  Args:
+    cfg: the model.
+    rules: see `pspecs`.
+    mesh: mesh axis -> its size.
+
+  Raises:
+    ValueError: names both axes and their sizes.
   """
   sizes = _sizes(cfg)
 
-  def leaf(_, dims, __):
-    spec = PartitionSpec(*(rules.get(d) for d in dims))
-    return None if _shape(sizes, dims) is None else spec
+  def leaf(name, dims, _):
+    if _shape(sizes, dims) is None:
+      return
+    for dim in dims:
+      axis = rules.get(dim)
+      if axis and sizes[dim] % mesh[axis]:
+        raise ValueError(
+            f'mesh.{axis}={mesh[axis]}: must divide {dim}={sizes[dim]}, an axis'
+            f' of {name}'
+        )
 
-  return _declare(Params, leaf)
+  _declare(Params, leaf)
 
 
 def _fold_in(key: jax.Array, name: str) -> jax.Array:

@@ -15,6 +15,7 @@ from composer_jax import trace
 from composer_jax.model import attention
 from composer_jax.model import moe
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.typing import typed
 from kernels_triton import attention as attention_kernel
 from kernels_triton import logprob
@@ -124,7 +125,8 @@ def forward(
   """Runs the model on packed rows.
 
   Args:
-    params: any float type; arithmetic is f32, activations are cfg.dtype.
+    params: any float type; arithmetic is f32, activations are cfg.dtype. In a
+      `shard_map`, the device's parts (see `sharding.RULES`).
     tokens: ids.
     segments: 0 = pad; a token sees its own segment only. A segment starts at
       a multiple of the attention key block (`learner.packing` sees to it).
@@ -138,7 +140,9 @@ def forward(
   b, t = tokens.shape
   if routing is None:
     routing = blank_routing(cfg, b, t)
-  x = params.embedding[tokens.reshape(-1)].astype(cfg.dtype)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  embedding = sharding.whole(params.embedding, specs.embedding)
+  x = embedding[tokens.reshape(-1)].astype(cfg.dtype)
   table = jnp.asarray(attention.rope_table(cfg, t))
   angles = table[positions.reshape(-1)]
   real = (segments.reshape(-1) > 0).astype(jnp.float32)
@@ -152,9 +156,13 @@ def forward(
 
   def body(x, xs):
     weights, recorded = xs
+    weights = sharding.whole(weights, specs.layers, skip=1)
     x, routed = block(x, weights, angles, recorded, attend, cfg)
     return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
 
+  # A layer that is gathered would be kept whole for the backward pass.
+  if cfg.remat or sharding.size(sharding.FSDP) > 1:
+    body = jax.checkpoint(body, prevent_cse=False)
   x, (experts, stats) = lax.scan(
       body, x, (params.layers, layer_inputs(routing))
   )
@@ -185,8 +193,11 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
+  top = params.replace(layers=None)
+  specs = params_lib.pspecs(top, sharding.RULES).replace(layers=None)
+  top = sharding.whole(top, specs)
   logps, entropy = logprob.target_log_probs(
-      (params.norm, params.head),
+      (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),
       targets.reshape(-1),
       cfg.norm_eps,

@@ -83,7 +83,7 @@ def restored(
   tx = getattr(cfg, f'{phase}_optimizer').build()
   folder = workdir / 'checkpoints' / phase
   saver = checkpoint.Checkpointer(folder)
-  found = saver.restore(step.init_state(cfg.model, tx, 0, mesh))
+  found = saver.restore(step.abstract_state(cfg.model, tx, mesh))
   saver.close()
   if found is None:
     raise ValueError(f'{folder}: no finished checkpoint')

@@ -25,6 +25,7 @@ from composer_jax.learner import packing
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.runs import digest
 from composer_jax.runs import divergence
 from composer_jax.runs import feed
@@ -199,8 +200,9 @@ def train_step(
     tx: the optimizer.
     mesh: the trainer's.
   """
-  _, values = _score(jax.jit(step_lib.rounded)(state.params), batch, cfg=cfg)
-  rows = jax.NamedSharding(mesh, jax.P('data'))
+  params = jax.device_get(jax.jit(step_lib.rounded)(state.params))
+  _, values = _score(params, batch, cfg=cfg)
+  rows = jax.NamedSharding(mesh, jax.P(sharding.ROWS))
   grads, metrics = step_lib.gradients(
       state.params,
       jax.device_put(batch, rows),

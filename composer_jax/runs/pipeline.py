@@ -201,7 +201,7 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
 def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   """The arrays that RL started from, as they were published."""
   tx = run.cfg.warmup_optimizer.build()
-  blank = step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
+  blank = step.abstract_state(run.cfg.model, tx, run.mesh)
   saver = checkpoint.Checkpointer(run.workdir / 'checkpoints' / 'warmup')
   _, state, _ = saver.restore(blank)
   saver.close()

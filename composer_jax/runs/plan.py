@@ -6,6 +6,7 @@ A pure function of the experiment; nothing is allocated or compiled.
 from __future__ import annotations
 
 from collections.abc import Iterable
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,11 +16,12 @@ import jax
 from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from kernels_triton import contract
 
 
 def check(cfg: config.Experiment) -> None:
-  """Refuses shapes that cannot be cut, too few rows, leases too short.
+  """Refuses what cannot be split or cut, too few rows, leases too short.
 
   Raises:
     ValueError: names the field, its value and what it must be.
@@ -33,12 +35,15 @@ def check(cfg: config.Experiment) -> None:
         ' time of tools and of the slowest judge; a rollout that outlives its'
         ' lease is lost instead of graded'
     )
+  mesh = dataclasses.asdict(cfg.mesh)
+  params_lib.check_split(cfg.model, sharding.RULES, mesh)
   for name, (rows, tokens) in _shapes(cfg).items():
     field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
-    if rows < 1 or rows % cfg.mesh.data:
+    if rows < 1 or rows % cfg.mesh.row_shards:
       raise ValueError(
           f'{name}.{field}={rows}: must be a positive multiple of'
-          f' mesh.data={cfg.mesh.data}, which splits the rows'
+          f' {cfg.mesh.row_shards}, the parts that {cfg.mesh.text()} splits rows'
+          ' into'
       )
     if tokens < 1 or tokens % contract.KEY_BLOCK:
       raise ValueError(
@@ -93,7 +98,7 @@ def _model(cfg: config.Experiment) -> _Rows:
   yield 'layers', f'{m.layers} of width {m.embed}, activations {m.dtype}'
   shared = f' and {m.shared_experts} shared' if m.shared_experts else ''
   yield 'experts', f'{m.experts} per layer, {m.top_k} per token{shared}'
-  yield 'mesh', f'data={cfg.mesh.data} devices'
+  yield 'mesh', f'{cfg.mesh.devices} devices, {cfg.mesh.text()}'
   yield 'loss', repr(cfg.loss)
 
 
