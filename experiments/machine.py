@@ -64,9 +64,9 @@ def setup_devices(
     )
   if processes > 1 and want != len(devices):
     raise ValueError(
-        f'MeshConfig.data={want}: {processes} processes have {len(devices)}'
-        f' {kind} devices together, and each must be in the mesh; use'
-        f' --set=mesh.data={len(devices)}'
+        f'{cfg.mesh.text()}: {processes} processes have {len(devices)} {kind}'
+        f' devices together, and each must be in the mesh; set one of'
+        f' {len(devices)} devices'
     )
   if processes > 1:
     return Devices(devices, jax.local_devices()[0])
