@@ -25,6 +25,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import processes
 from composer_jax.learner import stats
 from composer_jax.learner import step
 from composer_jax.runs import base
@@ -96,7 +97,7 @@ def open_run(
   if cfg.base:
     adopted = base.described(cfg, '')
     names = adopted.names
-    path.write_text(adopted.tokenizer, encoding='utf-8')
+    sources.keep(path, adopted.tokenizer)
   texts = sources.open_texts(cfg, path, names)
   steps = {
       name: _newest(workdir, name)
@@ -109,7 +110,11 @@ def open_run(
       decoder=decoder,
       model=base.described(cfg, path.read_text(encoding='utf-8')),
       texts=texts,
-      writer=writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']}),
+      writer=(
+          writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']})
+          if processes.first()
+          else writer_lib.Silent()
+      ),
       stop=stop,
   )
 

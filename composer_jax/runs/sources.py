@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import os
 import pathlib
 import random
 from typing import Any
@@ -97,6 +98,13 @@ def _used(cfg: config.Experiment) -> set[str]:
   return {name for phase in cfg.phases for name, _ in phase.mix}
 
 
+def keep(path: pathlib.Path, text: str) -> None:
+  """Writes a file that every process of a job writes, the same, at once."""
+  part = path.with_suffix(f'.{os.getpid()}.part')
+  part.write_text(text, encoding='utf-8')
+  part.replace(path)
+
+
 def open_texts(
     cfg: config.Experiment, path: pathlib.Path, names: Mapping[str, str]
 ) -> dict[str, Text]:
@@ -126,9 +134,7 @@ def open_texts(
       text = next(iter(folders.values())).tokenizer
     else:
       text = _fitted(cfg, code).to_str(pretty=True)
-    part = path.with_suffix('.part')
-    part.write_text(text, encoding='utf-8')
-    part.replace(path)
+    keep(path, text)
   tokenizer = tokenizers.Tokenizer.from_file(str(path))
   size = max(tokenizer.get_vocab().values()) + 1
   if size > cfg.model.vocab:
