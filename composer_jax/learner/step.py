@@ -24,6 +24,7 @@ from composer_jax import config
 from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import mtp as mtp_lib
+from composer_jax.learner import processes
 from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
@@ -86,6 +87,11 @@ def abstract_state(
 
 def _fresh(params, tx):
   return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+
+def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Which device has which rows of a batch."""
+  return NamedSharding(mesh, P(sharding.ROWS))
 
 
 def init_state(
@@ -305,12 +311,12 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = NamedSharding(mesh, P(sharding.ROWS))
+  rows = row_sharding(mesh)
   z = jnp.asarray(denominator, jnp.float32)
   tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
-    batch = jax.device_put(batch, rows)
+    batch = processes.place(batch, rows)
     g, m = gradients(
         state.params,
         batch,
