@@ -293,8 +293,7 @@ def train_step(
 
   Args:
     state: donated.
-    batches: numpy or device batches; their number may change from step to
-      step without recompiling.
+    batches: numpy or device; their number may change without recompiling.
     denominator: Z of the whole step.
     cfg: the model.
     loss: what to minimise.
