@@ -18,6 +18,7 @@ import tokenizers
 
 from composer_jax import config
 from composer_jax.agents import chat
+from composer_jax.agents import chat_files
 from composer_jax.agents import renderer
 from composer_jax.learner import corpus
 from composer_jax.learner import shards
@@ -244,7 +245,7 @@ class TokenizeTest(parameterized.TestCase):
     folder = self.folder / 'model'
     folder.mkdir()
     source = self.tokenizer.to_str()
-    files = chat.write(source, _FORGETFUL, ['<|end|>'], {})
+    files = chat_files.write(source, _FORGETFUL, ['<|end|>'], {})
     for name, text in files.items():
       (folder / name).write_text(text)
     output = self._make(

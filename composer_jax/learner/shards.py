@@ -138,7 +138,7 @@ class Writer:
     _write(self._folder / INDEX, text.encode())
 
   def _write_side(self, name: str, documents) -> dict[str, Any]:
-    ids = [np.zeros(0, np.int64), *(ids for ids, _, _ in documents)]
+    ids = [np.zeros(0, np.uint32), *(ids for ids, _, _ in documents)]
     sizes = np.array([size for _, _, size in documents], np.int64)
     arrays = {
         'ids': np.concatenate(ids),

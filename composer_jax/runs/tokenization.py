@@ -69,7 +69,7 @@ class Encoder:
             name,
             [
                 Document(
-                    np.array([self.start, *e.ids], np.int64),
+                    np.array([self.start, *e.ids], np.uint32),
                     None,
                     len(text.encode()),
                 )
@@ -122,7 +122,7 @@ class Encoder:
     return [self._window(pieces) for pieces in windows]
 
   def _window(self, pieces: list[tuple[list[int], bool]]) -> Document:
-    ids = np.concatenate([np.array(ids, np.int64) for ids, _ in pieces])
+    ids = np.concatenate([np.array(ids, np.uint32) for ids, _ in pieces])
     masks = [np.full(len(ids), trained) for ids, trained in pieces]
     said = [self.chats.text(ids) for ids, trained in pieces if trained]
     size = len(''.join(said).encode())

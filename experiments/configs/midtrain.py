@@ -1,14 +1,13 @@
 """Three phases on token shards: short context, long context, chats.
 
-  python3 -m experiments.tokenize --input=/usr/lib/python3 --output=/tmp/code
+  python3 -m experiments.tokenize --input=CODE_DIR --output=tokens/code
       --tokenizer=RUN/tokenizer.json
-  python3 -m experiments.tokenize --input=chats.jsonl --output=/tmp/chats
+  python3 -m experiments.tokenize --input=chats.jsonl --output=tokens/chats
       --tokenizer=RUN/tokenizer.json --field=messages
   python3 -m experiments.midtrain --config=midtrain --workdir=DIR
-      --set=shards.code_shards.path=/tmp/code
-      --set=shards.chats.path=/tmp/chats
 
-Sized for a laptop; the model is that of `tiny`, so RUN may be one of its runs.
+Sized for a laptop; the tokenizer is that of `tiny`, so RUN may be one of its
+runs. --set=shards.chats.path=DIR reads from elsewhere.
 """
 
 import dataclasses
@@ -26,8 +25,8 @@ def experiment() -> config.Experiment:
       # no policy runs predicts one token more (DeepSeek-V3).
       model=config.ModelConfig(router='sigmoid', mtp_layers=1),
       shards=(
-          config.ShardsConfig('code_shards', '/tmp/code'),
-          config.ShardsConfig('chats', '/tmp/chats'),
+          config.ShardsConfig('code_shards', 'tokens/code'),
+          config.ShardsConfig('chats', 'tokens/chats'),
       ),
       phases=(
           config.PhaseConfig(
