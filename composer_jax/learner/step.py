@@ -87,11 +87,6 @@ def _fresh(params, tx):
   return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
-def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Which device has which rows of a batch."""
-  return NamedSharding(mesh, P(sharding.ROWS))
-
-
 def init_state(
     cfg: config.ModelConfig,
     tx: optax.GradientTransformation,
@@ -345,11 +340,10 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = row_sharding(mesh)
   z = jnp.asarray(denominator, jnp.float32)
   grads = metrics = None
   for batch in batches:
-    batch = processes.place(batch, rows)
+    batch = processes.place(batch, mesh)
     g, m = gradients(
         state.params,
         batch,

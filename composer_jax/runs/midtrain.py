@@ -125,7 +125,7 @@ def heldout_bits_per_byte(
   published = step.rounded(state.params)
   for chunks in corpus.batches(tokens, shape):
     batch, _ = packing.pack_documents(chunks, shape)
-    rows = processes.place(batch, step.row_sharding(mesh))
+    rows = processes.place(batch, mesh)
     logps, _ = step.score(published, rows, cfg=cfg, mesh=mesh)
     logps = np.asarray(processes.whole(logps), np.float64)
     nll -= float(logps[batch.sampled].sum())
