@@ -10,7 +10,7 @@ the same commands go on from the last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 import contextlib
 import os
 import pathlib
@@ -170,7 +170,7 @@ def first() -> bool:
 
 
 @contextlib.contextmanager
-def in_turn(name: str) -> Iterator[None]:
+def in_turn(name: str) -> Generator[None]:
   """Process 0 does the block first, the others when it is done with it.
 
   Args:

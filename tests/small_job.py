@@ -7,10 +7,12 @@ import time
 
 from tests import small_run
 
-# Every process but the first compiles its programs anew: jax keeps none of
-# theirs.
-_QUICK = {'XLA_FLAGS': '--xla_backend_optimization_level=0'}
-EDITS = ('mesh.data=2', 'mesh.fsdp=2', 'midtrain.steps=2', 'warmup.steps=24')
+EDITS = (
+    'mesh.data=2',
+    'mesh.fsdp=2',
+    'phases.midtrain.steps=2',
+    'phases.warmup.steps=12',
+)
 
 
 def free_port():
@@ -44,7 +46,7 @@ def launch(command, **extra):
       stderr=subprocess.PIPE,
       text=True,
       cwd=small_run.ROOT,
-      env=small_run.environment(**_QUICK, **extra),
+      env=small_run.environment(**extra),
   )
 
 

@@ -10,7 +10,11 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
+
+from composer_jax.model import sharding
 
 
 def first() -> bool:
@@ -18,19 +22,20 @@ def first() -> bool:
   return jax.process_index() == 0
 
 
-def place(batch: Any, sharding: jax.sharding.Sharding) -> Any:
+def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts a batch on the devices; each process sends the rows of its own.
 
   Args:
     batch: pytree of numpy arrays [B ...], the same in every process; arrays
       that are on the devices already are moved.
-    sharding: of the rows.
+    mesh: the trainer's, which splits the rows.
   """
-  if sharding.is_fully_addressable:
-    return jax.device_put(batch, sharding)
+  rows = NamedSharding(mesh, PartitionSpec(sharding.ROWS))
+  if rows.is_fully_addressable:
+    return jax.device_put(batch, rows)
 
   def leaf(x):
-    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    return jax.make_array_from_callback(x.shape, rows, x.__getitem__)
 
   return jax.tree.map(leaf, batch)
 

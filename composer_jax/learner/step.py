@@ -89,11 +89,6 @@ def _fresh(params, tx):
   return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
-def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Which device has which rows of a batch."""
-  return NamedSharding(mesh, P(sharding.ROWS))
-
-
 def init_state(
     cfg: config.ModelConfig,
     tx: optax.GradientTransformation,
@@ -310,12 +305,11 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = row_sharding(mesh)
   z = jnp.asarray(denominator, jnp.float32)
   tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
-    batch = processes.place(batch, rows)
+    batch = processes.place(batch, mesh)
     g, m = gradients(
         state.params,
         batch,

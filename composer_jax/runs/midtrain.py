@@ -74,7 +74,7 @@ def heldout_figures(
     nats[name], size[name] = 0.0, tokens.utf8_bytes
     for documents in stream.batches(tokens, shape):
       for batch in _packed(documents, shape)[0]:
-        rows = processes.place(batch, step.row_sharding(mesh))
+        rows = processes.place(batch, mesh)
         logps, _ = step.score(published, rows, cfg=cfg, mesh=mesh)
         logps = np.asarray(processes.whole(logps), np.float64)
         nats[name] -= float(logps[batch.sampled].sum())
