@@ -62,10 +62,6 @@ def heads_first(x: jax.Array) -> jax.Array:
   return x.transpose(0, 2, 1, 3)
 
 
-def _with_ones(v: jax.Array) -> jax.Array:
-  return jnp.concatenate([v, jnp.ones((*v.shape[:-1], _ONES), v.dtype)], -1)
-
-
 def _tile(
     q: jax.Array,
     keys: Callable[[jax.Array], jax.Array],
@@ -107,8 +103,9 @@ def _tile(
   def accumulate(j, out):
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)
-    e = lax.optimization_barrier(e)
-    part = jnp.einsum('bkms,bksd->bkmd', e, _with_ones(values(j)))
+    e, v = lax.optimization_barrier(e), values(j)
+    v = jnp.concatenate([v, jnp.ones((*v.shape[:-1], _ONES), v.dtype)], -1)
+    part = jnp.einsum('bkms,bksd->bkmd', e, v)
     return out + lax.optimization_barrier(part)
 
   out = jnp.zeros((*q.shape[:3], width + _ONES), jnp.float32)
@@ -303,18 +300,15 @@ def _paged(q, k_pages, v_pages, table, positions, width):
   last = jnp.repeat(last, n // m, axis=1)[:, None, :, None]
   ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
 
-  def blocks_of(pages, columns):
-    def block(j):
-      chosen = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
-      found = pages.at[chosen].get(mode='clip')[..., :columns]
-      return found.astype(jnp.float32)
-
-    return block
+  def block(pages, columns, j):
+    chosen = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
+    found = pages.at[chosen].get(mode='clip')[..., :columns]
+    return found.astype(jnp.float32)
 
   out, _, _ = _tile(
       rows,
-      blocks_of(k_pages, k_pages.shape[-1]),
-      blocks_of(v_pages, width),
+      functools.partial(block, k_pages, None),
+      functools.partial(block, v_pages, width),
       table.shape[1] * keys,
       width,
       jnp.max(last) // keys + 1,

@@ -78,7 +78,10 @@ _FAMILIES = {
             'original_max_position_embeddings': 32,
         }
     },
-    'Qwen2': {'tie_word_embeddings': True, 'rope_parameters': _YARN},
+    'Qwen2': {
+        'tie_word_embeddings': True,
+        'rope_parameters': _YARN | {'truncate': False, 'attention_factor': 1.3},
+    },
     'Qwen3': {},
     'DeepseekV3': _LATENT
     | {

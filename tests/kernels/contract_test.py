@@ -93,6 +93,18 @@ _MODEL = dict(
     moe_ffn=32,
 )
 
+_LATENT = dict(
+    layers=2,
+    dense_layers=1,
+    dense_ffn=48,
+    router='sigmoid',
+    expert_groups=2,
+    kv_latent=24,
+    q_latent=20,
+    rope_dim=8,
+    value_dim=12,
+)
+
 
 class ContractTest(parameterized.TestCase):
 
@@ -123,10 +135,11 @@ class ContractTest(parameterized.TestCase):
     first, second = (kernel_cases.bits(grads(x)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
-  @parameterized.parameters('float32', 'bfloat16')
-  def test_decode_equals_trainer(self, dtype):
+  @parameterized.product(dtype=('float32', 'bfloat16'), latent=(False, True))
+  def test_decode_equals_trainer(self, dtype, latent):
+    model = _MODEL | (_LATENT if latent else {})
     kernels = _IMPLEMENTATIONS[0]
-    cfg = config.ModelConfig(**_MODEL, dtype=dtype, kernels=kernels)
+    cfg = config.ModelConfig(**model, dtype=dtype, kernels=kernels)
     params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(0)))
     tokens = jnp.asarray(_RNG.integers(0, 64, (2, 64)), jnp.int32)
     positions = jnp.tile(jnp.arange(64, dtype=jnp.int32)[None], (2, 1))

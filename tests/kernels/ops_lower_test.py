@@ -105,21 +105,37 @@ class LowerTest(parameterized.TestCase):
 
     self.assertEqual(programs(1), programs(33))
 
-  def test_model_decodes_and_trains_by_kernels(self):
+  @parameterized.named_parameters(
+      ('grouped', dict(shared_gate=True, qkv_bias=True, qk_norm=True)),
+      (
+          'latent',
+          dict(
+              layers=3,
+              dense_layers=1,
+              dense_ffn=64,
+              expert_groups=2,
+              kv_heads=1,
+              kv_latent=32,
+              rope_dim=16,
+              value_dim=32,
+          ),
+      ),
+  )
+  def test_model_decodes_and_trains_by_kernels(self, changes):
     cfg = config.ModelConfig(
-        vocab=64,
-        layers=2,
-        embed=64,
-        experts=4,
-        moe_ffn=64,
-        router='sigmoid',
-        shared_experts=1,
-        shared_gate=True,
-        qkv_bias=True,
-        qk_norm=True,
-        tied=True,
-        dtype='bfloat16',
-        kernels='triton',
+        **dict(
+            vocab=64,
+            layers=2,
+            embed=64,
+            experts=4,
+            moe_ffn=64,
+            router='sigmoid',
+            shared_experts=1,
+            tied=True,
+            dtype='bfloat16',
+            kernels='triton',
+        )
+        | changes
     )
     params = params_lib.abstract(cfg)
     pages = jax.eval_shape(lambda: decode.init_pages(cfg, 8))
