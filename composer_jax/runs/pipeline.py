@@ -153,18 +153,21 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
 
 def _initial(run: Run) -> batch_lib.TrainState:
   """Of the base or random, without an optimizer: every phase makes its own."""
-  tx = optax.identity()
-  if run.cfg.base:
+  tx, phases = optax.identity(), run.cfg.phases
+  # What the first phase restores anyway is not read.
+  resumed = bool(phases) and _newest(run.workdir, phases[0].name) > 0
+  if run.cfg.base and not resumed:
     return step.restart(base.weights(run.cfg, run.mesh), tx, run.mesh)
   return step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
 
 
 def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   """The arrays that RL started from, as they were published."""
-  state = _initial(run)
   if run.cfg.phases:
     last = run.cfg.phases[-1].name
     state = digest.restored(run.cfg, run.workdir, last, run.mesh)
+  else:
+    state = _initial(run)
   return offline.published_arrays(state.params)
 
 
