@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from composer_jax import phases
 from composer_jax import rope
 
-
-def _require(ok: bool, owner: Any, field: str, cure: str) -> None:
-  if not ok:
-    value = getattr(owner, field)
-    raise ValueError(f'{type(owner).__name__}.{field}={value!r}: {cure}')
+_require = phases.require
+CorpusConfig = phases.CorpusConfig
+ShardsConfig = phases.ShardsConfig
+Balancing = phases.Balancing
+Mtp = phases.Mtp
+PhaseConfig = phases.PhaseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,10 @@ class ModelConfig:
   rope_scaling: rope.Yarn | rope.Llama3 | None = None
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
+  remat: bool = (
+      False  # a layer is computed again in the backward pass, not kept
+  )
+  mtp_layers: int = 0  # tokens after the next one that training predicts too
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):
@@ -106,6 +112,7 @@ class ModelConfig:
         'replay_threshold',
         'must be in [0, 1]',
     )
+    _require(self.mtp_layers >= 0, self, 'mtp_layers', 'must be at least 0')
     self._check_layers()
     self._check_attention()
     _require(
@@ -192,6 +199,7 @@ class ModelConfig:
         shared_gate=False,
         dense_layers=0,
         dense_ffn=0,
+        mtp_layers=0,
         expert_groups=1,
         top_groups=1,
     )
@@ -199,25 +207,34 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  data: int = 2  # devices the trainer splits the rows of a batch over
+  """How many devices the trainer's work is split over, along four axes.
 
+  The rows of a batch are split over data x fsdp x expert.
+  """
 
-@dataclasses.dataclass(frozen=True)
-class CorpusConfig:
-  path: str | None = None  # None: the running interpreter's standard library
-  suffix: str = '.py'
-  max_bytes: int = 6_000_000
-  heldout_fraction: float = 0.02  # of files, chosen by hash of their name
+  data: int = 2  # copies of the weights
+  fsdp: int = 1  # splits every tensor; a layer is gathered while it runs
+  expert: int = 1  # splits the experts
+  tensor: int = 1  # splits heads and the FFNs' columns
 
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      ok = getattr(self, field.name) > 0
+      _require(ok, self, field.name, 'must be at least 1')
 
-@dataclasses.dataclass(frozen=True)
-class PhaseConfig:
-  """Next-token training on packed rows; shared by mid-training and warm-up."""
+  @property
+  def row_shards(self) -> int:
+    return self.data * self.fsdp * self.expert
 
-  steps: int
-  rows_per_step: int
-  tokens_per_row: int
-  demo_fraction: float = 0.0  # share of ROWS filled with harness demos
+  @property
+  def devices(self) -> int:
+    return self.row_shards * self.tensor
+
+  def text(self) -> str:
+    """Such as 'mesh.data=2 x mesh.expert=4'."""
+    axes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    split = [f'mesh.{name}={n}' for name, n in axes.items() if n > 1]
+    return ' x '.join(split or ['mesh.data=1'])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,15 +344,16 @@ class Experiment:
   advantage: Any
   tasks: Any
   rewards: tuple[Any, ...]
-  midtrain_optimizer: Any
-  warmup_optimizer: Any
   rl_optimizer: Any
+  phases: tuple[PhaseConfig, ...]
   seed: int = 0
+  # Folder of a published model to start from: its sizes take the place of
+  # `model`, its tokenizer that of one that is fitted.
+  base: str | None = None
   model: ModelConfig = ModelConfig()
   mesh: MeshConfig = MeshConfig()
   corpus: CorpusConfig = CorpusConfig()
-  midtrain: PhaseConfig = PhaseConfig(200, 16, 256)
-  warmup: PhaseConfig = PhaseConfig(200, 16, 256, demo_fraction=0.8)
+  shards: tuple[ShardsConfig, ...] = ()
   rollout: RolloutConfig = RolloutConfig()
   harness: HarnessConfig = HarnessConfig()
   rl: RlConfig = RlConfig()
@@ -352,4 +370,27 @@ class Experiment:
         raise ValueError(
             f'{name}={room}: must be at least'
             f' harness.max_context_tokens={window}'
+        )
+    names = [phase.name for phase in self.phases]
+    if len(set(names)) < len(names):
+      raise ValueError(f'Experiment.phases: names must differ, have {names}')
+    sources = ['code', 'demos', *(s.name for s in self.shards)]
+    if len(set(sources)) < len(sources):
+      raise ValueError(f'Experiment.shards: names must differ, have {sources}')
+    for phase in self.phases:
+      if unknown := dict(phase.mix).keys() - set(sources):
+        raise ValueError(
+            f'phases.{phase.name}.mix: no source {min(unknown)!r}; have'
+            f' {sources}'
+        )
+      if phase.mtp.weight and not self.model.mtp_layers:
+        raise ValueError(
+            f'phases.{phase.name}.mtp.weight={phase.mtp.weight}: needs'
+            ' model.mtp_layers above 0'
+        )
+      if phase.balancing.bias_speed and self.model.router != 'sigmoid':
+        raise ValueError(
+            f'phases.{phase.name}.balancing.bias_speed='
+            f"{phase.balancing.bias_speed}: needs model.router='sigmoid', whose"
+            ' choice has a bias'
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import difflib
 import hashlib
@@ -24,7 +24,8 @@ def override(cfg: Any, *assignments: str) -> Any:
   Args:
     cfg: a frozen dataclass, usually an `Experiment`.
     *assignments: `path=value`. The path goes through dataclasses and, by
-      position, tuples: `rl.steps=50`, `loss.width=0.2`, `rewards.0.weight=2`.
+      position or by the name of an item, through tuples: `rl.steps=50`,
+      `loss.width=0.2`, `rewards.0.weight=2`, `phases.warmup.steps=9`.
 
   Raises:
     ValueError: no such field, wrong type, or refused by the dataclass itself.
@@ -41,7 +42,10 @@ def override(cfg: Any, *assignments: str) -> Any:
 def _edit(node: Any, edits: list[tuple[list[str], str, str]]) -> Any:
   """Applies (path, value, assignment) edits to a dataclass or a tuple."""
   if isinstance(node, tuple):
-    fields = {str(i): item for i, item in enumerate(node)}
+    names = [getattr(item, 'name', None) for item in node]
+    fields = dict(zip(_keys(names), node, strict=True))
+    numbers = dict(zip(map(str, range(len(node))), fields, strict=True))
+    edits = [([numbers.get(p[0], p[0]), *p[1:]], v, t) for p, v, t in edits]
     hints = dict.fromkeys(fields, Any)
   else:
     fields = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
@@ -67,6 +71,13 @@ def _edit(node: Any, edits: list[tuple[list[str], str, str]]) -> Any:
     return dataclasses.replace(node, **changed)
   except ValueError as e:
     raise ValueError(f'{" ".join(t for _, _, t in edits)}: {e}') from e
+
+
+def _keys(names: Sequence[Any]) -> list[str]:
+  """What items of a tuple are addressed by: their names, or else positions."""
+  if all(isinstance(n, str) for n in names) and len(set(names)) == len(names):
+    return list(names)
+  return [str(i) for i in range(len(names))]
 
 
 def _read(value: str, hint: Any, old: Any, text: str) -> Any:
@@ -192,7 +203,8 @@ def diff(old: str, new: str) -> dict[str, tuple[Any, Any]]:
 def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
   """Yields (path, scalar) of a config's JSON data."""
   if isinstance(data, list):
-    data = {str(i): v for i, v in enumerate(data)}
+    names = [v.get('name') if isinstance(v, dict) else None for v in data]
+    data = dict(zip(_keys(names), data, strict=True))
   if not isinstance(data, dict):
     yield path, data
     return

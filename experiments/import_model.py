@@ -7,7 +7,6 @@ on the Hugging Face hub: Llama, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE. Wha
 `serve`, `rollout_host` and `chat` need is put beside the weights.
 """
 
-import itertools
 import pathlib
 import uuid
 
@@ -22,7 +21,6 @@ for _name in ('folder', 'store'):
 
 
 def main() -> int:
-  from composer_jax.model import pieces
   from composer_jax.model import params
   from composer_jax.runs import conversion
   from composer_jax.runs import progress
@@ -31,13 +29,19 @@ def main() -> int:
   folder = pathlib.Path(values.folder).resolve()
   url = flags.store(new=True)
   stored = conversion.model_of(folder, values.name or folder.name)
-  total, active = map(progress.figure, params.count(stored.model))
+  counts = params.count(stored.model)
+  total, active = map(progress.figure, counts)
   print(f'{stored.name}: {total} parameters, {active} active per token')
-  count = sum(1 for _ in pieces.of(stored.model))
-  done = itertools.count(1)
-  with progress.Progress(count, 'tensor', label='read') as bar:
+  done = 0
+  with progress.Progress(counts[0], 'parameter', label='read') as bar:
+
+    def read(count):
+      nonlocal done
+      done += count
+      bar.update(done)
+
     version = conversion.publish_folder(
-        folder, url, stored, uuid.uuid4().hex, lambda: bar.update(next(done))
+        folder, url, stored, uuid.uuid4().hex, read
     )
   print(f'version {version.step}, {version.digest}, in {url}')
   return 0

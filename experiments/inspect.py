@@ -6,6 +6,7 @@
   python3 -m experiments.inspect trajectory --workdir=DIR [--task=ID]
   python3 -m experiments.inspect trajectory --path=FILE [--tokens]
   python3 -m experiments.inspect curves --runs=DIR,DIR [--metric=NAME] [--plot=PNG]
+  python3 -m experiments.inspect model --path=DIR [--mesh=fsdp=8,expert=4]
   python3 -m experiments.inspect ops --workdir=DIR [--save=FILE]
   python3 -m experiments.inspect ops --workdir=DIR --against=FILE
   python3 -m experiments.inspect sandbox
@@ -18,6 +19,8 @@ weights: a line for every published version; --verify rebuilds them all;
 trajectory: the list of those kept, or one of them with its text.
 curves: a figure of several runs, and its plot; directories whose names differ in
 a number at the end are runs of one arm.
+model: architecture, parameters, memory on a mesh and tokenizer of a published
+model, whose files are checked.
 ops: computes some windows with decoder and trainer, and one training step, and
 names the first op in which the two roles differ; --against compares with what
 another process has computed and saved.
@@ -41,6 +44,7 @@ _COMMANDS = (
     'weights',
     'trajectory',
     'curves',
+    'model',
     'ops',
     'sandbox',
     'judge',
@@ -74,6 +78,15 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_list('runs', None, 'Work directories.', required=True)
     absl_flags.DEFINE_string('metric', 'eval/pass1_sampled', 'The figure.')
     absl_flags.DEFINE_string('plot', None, 'PNG file to plot the curves to.')
+  elif command == 'model':
+    absl_flags.DEFINE_string(
+        'path', None, 'Folder of the model.', required=True
+    )
+    absl_flags.DEFINE_list(
+        'mesh',
+        'data=1',
+        "The trainer's mesh, by axis: data, fsdp, expert, tensor.",
+    )
   elif command == 'ops':
     flags.define_workdir('of the run')
     absl_flags.DEFINE_string('save', None, 'File to save all values to.')
@@ -185,6 +198,17 @@ def _curves(out: console.Console) -> None:
     plots.curves(values.plot, metric, ('RL step', metric), arms)
 
 
+def _model(out: console.Console) -> None:
+  from composer_jax import config
+  from composer_jax import config_text
+  from composer_jax.runs import model_facts
+
+  mesh = config_text.override(config.MeshConfig(data=1), *absl_flags.FLAGS.mesh)
+  path = pathlib.Path(absl_flags.FLAGS.path).resolve()
+  for part in model_facts.of_folder(path, mesh):
+    out.print(part)
+
+
 def _ops(out: console.Console) -> int:
   from composer_jax.learner import step
   from composer_jax.runs import divergence
@@ -291,6 +315,7 @@ def main() -> int | None:
       'weights': _weights,
       'trajectory': _trajectory,
       'curves': _curves,
+      'model': _model,
       'ops': _ops,
       'sandbox': _sandbox,
       'judge': _judge,

@@ -4,6 +4,9 @@ Assignments are grouped by expert; each tile of EXPERT_ROWS rows belongs to one
 expert, so the bits of a row do not depend on how many rows its expert has.
 Dispatch and combine are gathers in both directions: no scatter-add, no order
 that could change.
+
+Where devices share the experts, each one has a range of them. Choices of other
+experts are absent: they take no row, and gathers find zero in their place.
 """
 
 import functools
@@ -18,7 +21,7 @@ from kernels_triton import launch
 
 
 class _Plan(NamedTuple):
-  slots: jax.Array  # i32 [n K], padded row of each assignment
+  slots: jax.Array  # i32 [n K], padded row of each; past the end if absent
   sources: jax.Array  # i32 [tiles * R], assignment of each padded row, or n*K
   experts: jax.Array  # i32 [tiles], expert of each tile
   used: jax.Array  # i32 [], tiles that hold any row
@@ -34,12 +37,14 @@ def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
   tiles = -(-jnp.sum(hits, axis=0) // size)
   ends = jnp.cumsum(tiles)
   most = min(total // size + count, total)
-  slots = (ends - tiles)[flat] * size + rank
+  absent = (flat < 0) | (flat >= count)
+  starts = (ends - tiles)[jnp.clip(flat, 0, count - 1)] * size
+  slots = jnp.where(absent, most * size, starts + rank)
   numbers = jnp.arange(most, dtype=jnp.int32)[:, None]
   owners = jnp.sum((ends[None, :] <= numbers).astype(jnp.int32), axis=1)
   sources = jnp.full((most * size,), total, jnp.int32)
   sources = sources.at[slots].set(
-      jnp.arange(total, dtype=jnp.int32), unique_indices=True
+      jnp.arange(total, dtype=jnp.int32), mode='drop'
   )
   plan = _Plan(
       slots.reshape(experts.shape),
@@ -51,11 +56,8 @@ def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-  return x.at[index].get(mode='promise_in_bounds')
-
-
-def _with_zero_row(x: jax.Array) -> jax.Array:
-  return jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
+  """Rows of x; zero where an index is past its end."""
+  return jnp.take(x, index, axis=0, mode='fill', fill_value=0)
 
 
 def _sum_slots(y: jax.Array, slots: jax.Array) -> jax.Array:
@@ -67,7 +69,7 @@ def _sum_slots(y: jax.Array, slots: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _dispatch(x, slots, sources):
-  return _take(_with_zero_row(x), sources // slots.shape[1])
+  return _take(x, sources // slots.shape[1])
 
 
 _dispatch.defvjp(
@@ -87,14 +89,26 @@ _combine.defvjp(
         _combine(y, slots, sources),
         (sources, slots.shape[1]),
     ),
-    lambda r, g: (_take(_with_zero_row(g), r[0] // r[1]), None, None),
+    lambda r, g: (_take(g, r[0] // r[1]), None, None),
+)
+
+
+@jax.custom_vjp
+def _spread(y, slots, sources):
+  del sources
+  return _take(y, slots)
+
+
+_spread.defvjp(
+    lambda y, slots, sources: (_spread(y, slots, sources), sources),
+    lambda sources, g: (_take(g.reshape(-1, g.shape[-1]), sources), None, None),
 )
 
 
 @jax.custom_vjp
 def _dispatch_gates(gates, slots, sources):
   del slots
-  return _take(_with_zero_row(gates.reshape(-1)), sources)
+  return _take(gates.reshape(-1), sources)
 
 
 _dispatch_gates.defvjp(
@@ -207,7 +221,7 @@ def _grouped_backward(dtype, implementation, residuals, dy):
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _kernel_ffn(x, gates, experts, w_in, w_out, dtype, implementation):
+def _kernel_rows(x, gates, experts, w_in, w_out, dtype, implementation):
   plan = _plan(experts, w_in.shape[0], 1)
   ids = jnp.arange(w_in.shape[0], dtype=jnp.int32)[None, :]
   sizes = jnp.sum((experts.reshape(-1, 1) == ids).astype(jnp.int32), axis=0)
@@ -219,7 +233,26 @@ def _kernel_ffn(x, gates, experts, w_in, w_out, dtype, implementation):
   gate, value = jnp.split(up, 2, axis=-1)
   weights = _dispatch_gates(gates, plan.slots, plan.sources)
   y = multiply(jax.nn.silu(gate) * value * weights[:, None], w_out)
-  return _combine(y, plan.slots, plan.sources)
+  return y, plan
+
+
+def _rows(x, gates, experts, w_in, w_out, dtype, implementation):
+  """(gate x SwiGLU in order of the experts, f32 [rows D]; the plan)."""
+  implementation = launch.resolve(implementation)
+  if implementation != launch.REFERENCE:
+    return _kernel_rows(x, gates, experts, w_in, w_out, dtype, implementation)
+  size = contract.EXPERT_ROWS
+  plan = _plan(experts, w_in.shape[0], size)
+  padded = _dispatch(x, plan.slots, plan.sources)
+  y = _tiles(
+      padded.reshape(-1, size, x.shape[-1]),
+      _dispatch_gates(gates, plan.slots, plan.sources).reshape(-1, size),
+      jnp.asarray(w_in, jnp.float32),
+      jnp.asarray(w_out, jnp.float32),
+      plan.experts,
+      plan.used,
+  )
+  return y.reshape(-1, x.shape[-1]), plan
 
 
 @functools.partial(jax.named_call, name='expert_ffn')
@@ -247,18 +280,27 @@ def expert_ffn(
   Returns:
     f32 [n D].
   """
-  implementation = launch.resolve(implementation)
-  if implementation != launch.REFERENCE:
-    return _kernel_ffn(x, gates, experts, w_in, w_out, dtype, implementation)
-  size = contract.EXPERT_ROWS
-  plan = _plan(experts, w_in.shape[0], size)
-  padded = _dispatch(x, plan.slots, plan.sources)
-  y = _tiles(
-      padded.reshape(-1, size, x.shape[-1]),
-      _dispatch_gates(gates, plan.slots, plan.sources).reshape(-1, size),
-      jnp.asarray(w_in, jnp.float32),
-      jnp.asarray(w_out, jnp.float32),
-      plan.experts,
-      plan.used,
-  )
-  return _combine(y.reshape(-1, x.shape[-1]), plan.slots, plan.sources)
+  y, plan = _rows(x, gates, experts, w_in, w_out, dtype, implementation)
+  return _combine(y, plan.slots, plan.sources)
+
+
+@functools.partial(jax.named_call, name='expert_choices')
+def expert_choices(
+    x: jax.Array,
+    gates: jax.Array,
+    experts: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    *,
+    dtype: str = 'float32',
+    implementation: str | None = None,
+) -> jax.Array:
+  """The terms of `expert_ffn`, apart; zero where an expert is not in [0, E).
+
+  Added in order of k they give the bits of `expert_ffn`.
+
+  Returns:
+    f32 [n K D].
+  """
+  y, plan = _rows(x, gates, experts, w_in, w_out, dtype, implementation)
+  return _spread(y, plan.slots, plan.sources)

@@ -97,7 +97,7 @@ class WrongInputTest(parameterized.TestCase):
       ('config', ['--config=tyny'], "did you mean 'tiny'"),
       ('corpus', ['--set=corpus.path=/nowhere'], '/nowhere'),
       ('mesh', ['--set=mesh.data=64'], 'mesh.data'),
-      ('row', ['--set=warmup.tokens_per_row=100'], 'multiple of 32'),
+      ('row', ['--set=phases.warmup.tokens_per_row=100'], 'multiple of 32'),
       ('window', ['--set=harness.max_context_tokens=300'], 'at least'),
   )
   def test_one_line_and_exit_code_2(self, extra, part):

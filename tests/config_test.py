@@ -36,8 +36,10 @@ async def reward(task, episode):
 
 
 def _experiment(**changes):
-  fields = dict.fromkeys(
-      ('advantage', 'midtrain_optimizer', 'warmup_optimizer', 'rl_optimizer')
+  fields = dict.fromkeys(('advantage', 'rl_optimizer'))
+  fields['phases'] = (
+      config.PhaseConfig('short', Clip(), 3, 2, 64),
+      config.PhaseConfig('long', Clip(), 3, 1, 128),
   )
   fields |= {'loss': SoftClip(), 'tasks': Clip(), 'rewards': (Clip(), reward)}
   return config.Experiment(name='test', **fields | changes)
@@ -68,6 +70,12 @@ class OverrideTest(parameterized.TestCase):
       ('corpus.path=/src', lambda e: e.corpus.path, '/src'),
       ('corpus.path=None', lambda e: e.corpus.path, None),
       ('rewards.0.low=1', lambda e: e.rewards[0].low, 1.0),
+      ('phases.long.steps=9', lambda e: e.phases[1].steps, 9),
+      (
+          'phases.short.mix=(("demos", 1), ("code", 2.5))',
+          lambda e: e.phases[0].mix,
+          (('demos', 1.0), ('code', 2.5)),
+      ),
   )
   def test_sets_one_field(self, assignment, get, want):
     before = _experiment()

@@ -17,7 +17,8 @@ from composer_jax.agents import box
 from composer_jax.agents import external
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
@@ -40,8 +41,10 @@ _CFG = config.HarnessConfig(
 
 
 def _renderer():
-  texts = [json_renderer._HELP, _OLD]
-  return json_renderer.JsonRenderer(renderer_lib.train_tokenizer(texts, 400))
+  texts = [str(chat_renderer.SCHEMAS), _OLD]
+  return chat_renderer.ChatRenderer(
+      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+  )
 
 
 async def _play(session, *turns, policy=None):

@@ -26,9 +26,10 @@ class SoftClip:
   width: float = 0.3
 
 def experiment():
-  nothing = dict.fromkeys(('advantage', 'tasks', 'midtrain_optimizer',
-                           'warmup_optimizer', 'rl_optimizer'))
-  return config.Experiment('soft', SoftClip(), rewards=(), **nothing)
+  nothing = dict.fromkeys(('advantage', 'tasks', 'rl_optimizer'))
+  return config.Experiment(
+      'soft', SoftClip(), rewards=(), phases=(), **nothing
+  )
 
 def wrong():
   return 3
@@ -143,7 +144,7 @@ class BinaryTest(parameterized.TestCase):
       ('--mode=nan', 'step 3: loss is nan'),
       ('--workdir=/proc/none/run', '/proc/none/run: cannot be written'),
       ('--workdir=/dev/null', '/dev/null: cannot be written'),
-      ('--set=mesh.data=100', r'MeshConfig.data=100: only \d+ cpu devices'),
+      ('--set=mesh.data=100', r'mesh.data=100: only \d+ cpu devices'),
   )
   def test_wrong_values(self, flag, pattern):
     mode = [] if 'mode' in flag else ['--mode=devices']

@@ -15,7 +15,8 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
@@ -63,8 +64,10 @@ class _Repository:
 
 @functools.cache
 def _renderer():
-  texts = [json_renderer._HELP, _BAD]
-  return json_renderer.JsonRenderer(renderer_lib.train_tokenizer(texts, 400))
+  texts = [str(chat_renderer.SCHEMAS), _BAD]
+  return chat_renderer.ChatRenderer(
+      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+  )
 
 
 async def _play(source, task, turns, pools):

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import pathlib
+import tracemalloc
 import unittest
 import warnings
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,7 +23,6 @@ from composer_jax.model import decode
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.model import params as params_lib
-from composer_jax.model import pieces
 from composer_jax.model import transformer
 from kernels_triton import contract
 
@@ -347,13 +349,63 @@ class FolderTest(parameterized.TestCase):
   def test_round_trip_is_exact(self, shard_bytes):
     self._save(shard_bytes=shard_bytes)
     read = []
-    found = hf.load(self.folder, _SMALL, ended=lambda: read.append(None))
+    found = hf.load(self.folder, _SMALL, read=read.append)
     self.assertEqual(found.keys(), self.named.keys())
     for name, want in self.named.items():
       self.assertEqual(found[name].dtype, ml_dtypes.bfloat16)
       self.assertEqual(found[name].tobytes(), want.tobytes(), name)
-    self.assertLen(read, len([*pieces.of(_SMALL)]))
+    self.assertEqual(sum(read), params_lib.count(_SMALL)[0])
     self.assertEqual((self.folder / 'a.txt').read_text(), 'b\n')
+
+  @hypothesis.given(st.data())
+  def test_any_part_is_that_part_of_the_whole(self, data):
+    if not self.folder.exists():
+      self._save(shard_bytes=2000)
+    with hf.Reader(self.folder, _SMALL) as reader:
+      name = data.draw(st.sampled_from(sorted(reader.shapes)))
+      index = []
+      for size in reader.shapes[name]:
+        first = data.draw(st.integers(0, size - 1))
+        index.append(slice(first, data.draw(st.integers(first + 1, size))))
+      part = reader.part(name, tuple(index))
+    want = self.named[name][tuple(index)]
+    self.assertEqual(part.shape, want.shape)
+    self.assertEqual(part.tobytes(), want.tobytes())
+
+  def test_onto_a_mesh(self):
+    self._save()
+    mesh = jax.sharding.Mesh(
+        np.asarray(jax.devices()).reshape(2, 2), ('a', 'b')
+    )
+    rules = {'embed': 'a', 'experts': 'b', 'vocab': 'b', 'layers': None}
+    shardings = jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        params_lib.pspecs(params_lib.abstract(_SMALL), rules),
+    )
+    params = hf.load_sharded(self.folder, _SMALL, shardings, jnp.bfloat16)
+    for name, leaf in params_lib.names(params).items():
+      self.assertEqual(np.asarray(leaf).tobytes(), self.named[name].tobytes())
+    w_in = params.layers.moe.w_in
+    self.assertEqual(w_in.sharding, shardings.layers.moe.w_in)
+    self.assertEqual(w_in.addressable_shards[0].data.size * 4, w_in.size)
+
+  def test_a_part_needs_the_memory_of_a_part(self):
+    cfg = dataclasses.replace(_SMALL, experts=64, embed=256, moe_ffn=512)
+    named = {
+        name: np.zeros(leaf.shape, ml_dtypes.bfloat16)
+        for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
+    }
+    hf.save(self.folder, cfg, named, {}, 64)
+    whole = named['layers/moe/w_in'].nbytes
+    index = (slice(None), slice(8, 16), slice(0, 128), slice(None), slice(None))
+    with hf.Reader(self.folder, cfg) as reader:
+      tracemalloc.start()
+      part = reader.part('layers/moe/w_in', index)
+      peak = tracemalloc.get_traced_memory()[1]
+      tracemalloc.stop()
+    self.assertEqual(part.nbytes * 16, whole)
+    one = whole // cfg.experts
+    self.assertLess(peak, part.nbytes + one)
 
   def test_never_overwrites_and_leaves_nothing_behind(self):
     self._save()

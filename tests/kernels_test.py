@@ -155,6 +155,38 @@ class GroupedTest(parameterized.TestCase):
     for a, b in zip(got, want, strict=True):
       _close(a, b, 1e-3)
 
+  @parameterized.parameters(0, 1)
+  def test_experts_in_two_ranges_give_the_bits_of_all(self, shift):
+    """Also where one range has every choice, so that the other one has none."""
+    experts = np.stack([np.arange(37) % 2 + 2 * shift, np.full(37, 3)], 1)
+    experts = np.where(experts == 3, experts[:, :1] ^ 1, experts)
+    experts[0] = 1 + shift, 2 * shift  # choices of one row in both ranges
+    experts = experts.astype(np.int32)
+    x, gates = _normal(37, 16), _normal(37, 2)
+    w_in, w_out = _normal(4, 16, 24), _normal(4, 12, 16)
+
+    def parts(x, gates, w_in, w_out):
+      lower, upper = (
+          grouped.expert_choices(
+              x, gates, experts - e, w_in[e : e + 2], w_out[e : e + 2]
+          )
+          for e in (0, 2)
+      )
+      y = lower + upper
+      return y[:, 0] + y[:, 1]
+
+    def ours(x, gates, w_in, w_out):
+      return grouped.expert_ffn(x, gates, experts, w_in, w_out)
+
+    args = x, gates, w_in, w_out
+    np.testing.assert_array_equal(jax.jit(parts)(*args), jax.jit(ours)(*args))
+    got, want = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), range(4)))
+        for f in (parts, ours)
+    )
+    for a, b in zip(got(*args), want(*args), strict=True):
+      _close(a, b, 1e-6)
+
   def test_unused_expert_has_zero_gradient(self):
     experts = np.tile(np.array([[1, 2]], np.int32), (20, 1))
     gates = np.full((20, 2), 0.5, np.float32)
@@ -230,6 +262,20 @@ class LogprobTest(parameterized.TestCase):
     got = jax.grad(ours, (0, 1))(self.params, self.hidden)
     want = jax.grad(plain, (0, 1))(self.params, self.hidden)
     jax.tree.map(functools.partial(_close, tolerance=1e-4), got, want)
+
+  def test_all_rows_logits_are_never_held(self):
+    n, d, v = 8192, 16, 2048
+    f = lambda params, hidden, targets: jnp.sum(
+        logprob.target_log_probs(params, hidden, targets, 1e-6)[0]
+    )
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    program = jax.jit(jax.grad(f, (0, 1))).lower(
+        (shape((d,)), shape((d, v))),
+        shape((n, d)),
+        jax.ShapeDtypeStruct((n,), jnp.int32),
+    )
+    held = program.compile().memory_analysis().temp_size_in_bytes
+    self.assertLess(held, n * v * 4 * 0.6)
 
 
 class DeltaTest(parameterized.TestCase):

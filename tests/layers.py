@@ -19,7 +19,8 @@ _JAX = 'jax numpy optax flax'
 LAYERS: dict[str, tuple[str, str, str]] = {
     'trace': ('composer_jax/trace.py', '', _HOST),
     'rope': ('composer_jax/rope.py', '', ''),
-    'config': ('composer_jax/config.py', 'rope', ''),
+    'phases': ('composer_jax/phases.py', '', ''),
+    'config': ('composer_jax/config.py', 'phases rope', ''),
     'config_text': ('composer_jax/config_text.py', '', ''),
     'typing': ('composer_jax/typing.py', '', 'beartype jaxtyping'),
     'kernels_triton': (
@@ -67,7 +68,8 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'composer_jax/runs/*.py',
         'agents config config_text dashboard fleet kernels_triton learner model'
         ' rewards rollout trace typing weights',
-        f'{_JAX} ml_dtypes orbax rich tensorboardX tensorstore tokenizers',
+        f'{_JAX} ml_dtypes orbax pyarrow rich tensorboardX tensorstore'
+        ' tokenizers',
     ),
     'configs': (
         'experiments/configs/*.py',

@@ -1,5 +1,6 @@
 """The manifest: complete, atomic, and honest about a changed machine."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -24,8 +25,7 @@ def _experiment(steps=100):
       advantage=None,
       tasks=None,
       rewards=(),
-      midtrain_optimizer=adam,
-      warmup_optimizer=adam,
+      phases=(),
       rl_optimizer=adam,
       rl=config.RlConfig(steps=steps),
   )
@@ -52,7 +52,7 @@ class ManifestTest(parameterized.TestCase):
     facts = json.loads(json.dumps(_facts(cfg)))
     self.assertEqual(facts['config'], config_text.digest(cfg))
     self.assertEqual(facts['devices'], {'cpu cpu': 4})
-    self.assertEqual(facts['mesh'], {'data': cfg.mesh.data})
+    self.assertEqual(facts['mesh'], dataclasses.asdict(cfg.mesh))
     self.assertEqual(facts['versions']['jax'], jax.__version__)
     self.assertEqual(facts['contract'], {'ROWS': 8, 'KEY_BLOCK': 32})
     self.assertNotEmpty(facts['processor'])

@@ -16,7 +16,8 @@ from websockets.asyncio import server as ws_server
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
-from composer_jax.agents import json_renderer
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import openenv
 from composer_jax.agents import openenv_server
@@ -35,8 +36,10 @@ _REPAIR = tools.Replace('f.py', _OLD, _NEW)
 
 @functools.cache
 def _renderer():
-  texts = [json_renderer._HELP, _OLD]
-  return json_renderer.JsonRenderer(renderer_lib.train_tokenizer(texts, 400))
+  texts = [str(chat_renderer.SCHEMAS), _OLD]
+  return chat_renderer.ChatRenderer(
+      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+  )
 
 
 @contextlib.asynccontextmanager
@@ -192,7 +195,7 @@ class ServerTest(unittest.IsolatedAsyncioTestCase):
     answers = await self._talk(
         {'type': 'reset', 'data': {'index': 3}}, *[bad] * 4
     )
-    self.assertIn('must be one of', answers[1]['data']['observation']['text'])
+    self.assertIn('no tool "jump"', answers[1]['data']['observation']['text'])
     self.assertEqual([a['data']['done'] for a in answers], [False] * 4 + [True])
     self.assertEqual(answers[-1]['data']['reward'], 0.0)
 
@@ -311,7 +314,7 @@ class PeerTest(unittest.IsolatedAsyncioTestCase):
       ) as env:
         first = await env.reset(index=3)
         self.assertEqual(first.observation['files'], dict(_TASK.files))
-        call = json.loads(json_renderer.line_of(_REPAIR))
+        call = {'tool': tools.name_of(_REPAIR), **vars(_REPAIR)}
         self.assertFalse((await env.step(call)).done)
         self.assertEqual((await env.state())['step_count'], 1)
         last = await env.step({'tool': 'done'})

@@ -78,26 +78,57 @@ class AdamWTest(parameterized.TestCase):
             got[step][name], want, rtol=2e-4, atol=1e-7, err_msg=name
         )
 
-  def test_warmup_moves_from_the_first_step_then_decays(self):
-    made = optimizer.AdamW(
-        learning_rate=0.4, warmup_steps=4, decay_steps=10, final_fraction=0.25
-    )
-    rate = made.schedule()
-    np.testing.assert_allclose(
-        [rate(i) for i in (0, 1, 3, 4, 9, 14, 1000)],
-        [0.1, 0.2, 0.4, 0.4, 0.25, 0.1, 0.1],
-        rtol=1e-6,
-    )
+  @parameterized.named_parameters(
+      ('constant', optimizer.Constant(4), {1: 0.5, 3: 1.0, 1000: 1.0}),
+      ('at_once', optimizer.Constant(), {0: 1.0, 10_000: 1.0}),
+      (
+          'cosine',
+          optimizer.Cosine(10, warmup_steps=4, final_fraction=0.25),
+          {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 9: 0.625, 14: 0.25, 1000: 0.25},
+      ),
+      (
+          'stable',
+          optimizer.Wsd(6, 4, warmup_steps=2, final_fraction=0.0625),
+          {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.5, 10: 0.25, 12: 0.0625, 99: 0.0625},
+      ),
+  )
+  def test_schedule(self, schedule, want):
+    for cls in (optimizer.AdamW, optimizer.Muon):
+      made = cls(learning_rate=0.4, schedule=schedule)
+      rates = [float(made.rate(jnp.int32(i))) for i in want]
+      np.testing.assert_allclose(
+          rates, [0.4 * f for f in want.values()], rtol=1e-6
+      )
 
-  def test_constant_without_warmup(self):
-    rate = optimizer.AdamW(learning_rate=0.3).schedule()
-    np.testing.assert_allclose([rate(0), rate(10_000)], 0.3, rtol=1e-6)
+  @parameterized.named_parameters(
+      ('adamw', optimizer.AdamW), ('muon', optimizer.Muon)
+  )
+  def test_updates_follow_the_schedule(self, cls):
+    # Both rules are linear in the rate: a decayed one is a scaled update.
+    wsd = optimizer.Wsd(1, 1, final_fraction=0.125)
+    flat = _updates(cls(learning_rate=0.01).build(), 3)
+    scaled = _updates(cls(learning_rate=0.01, schedule=wsd).build(), 3)
+    for step, factor in enumerate((1.0, 1.0, 0.125)):
+      for name, update in flat[step].items():
+        np.testing.assert_allclose(
+            scaled[step][name], factor * update, 1e-5, 1e-9, err_msg=name
+        )
+
+  def test_schedules_refuse_what_they_cannot_do(self):
+    for make in (
+        lambda: optimizer.Constant(-1),
+        lambda: optimizer.Cosine(0),
+        lambda: optimizer.Wsd(3, 0),
+        lambda: optimizer.Wsd(-1, 3),
+        lambda: optimizer.Wsd(3, 3, final_fraction=0.0),
+        lambda: optimizer.Cosine(3, final_fraction=1.5),
+    ):
+      with self.assertRaisesRegex(ValueError, r'^\w+\.\w+=[-\d.]+: '):
+        make()
 
   @parameterized.parameters(
       dict(learning_rate=0.0),
       dict(clip_norm=-1.0),
-      dict(warmup_steps=-1),
-      dict(decay_steps=0),
   )
   def test_refuses(self, **fields):
     (name,) = fields

@@ -242,7 +242,8 @@ class DocumentsTest(absltest.TestCase):
   def test_a_mask_keeps_only_its_targets(self):
     doc = np.arange(6, dtype=np.int32)
     keep = np.array([True, False, True, True, False, True])
-    b, _ = packing.pack_documents([doc], packing.Shape(1, 8, 4), [keep])
+    item = items_lib.Item(1, items_lib.document(doc, keep), 1.0)
+    b, _ = packing.pack([item], packing.Shape(1, 8, 4), now=0)
     np.testing.assert_array_equal(np.flatnonzero(b.sampled[0]), [2, 3, 5])
 
   def test_refuses_a_document_longer_than_a_row(self):

@@ -45,11 +45,16 @@ class ParamsTest(absltest.TestCase):
     self.assertNotEqual(a.embedding.shape, b.embedding.shape)
 
   def test_specs_follow_the_rules(self):
-    specs = params.pspecs(_CFG, {'experts': 'expert', 'embed': 'fsdp'})
+    rules = {'experts': 'expert', 'embed': 'fsdp'}
+    specs = params.pspecs(params.abstract(_CFG), rules)
     self.assertEqual(
         specs.layers.moe.w_in,
         PartitionSpec(None, 'expert', 'fsdp', None, None),
     )
+    # No mesh axis splits a tensor twice.
+    rules |= {'vocab': 'fsdp'}
+    specs = params.pspecs(params.abstract(_CFG), rules)
+    self.assertEqual(specs.embedding, PartitionSpec('fsdp', None))
     # The router's output is an axis of its own: top-k must see it whole.
     self.assertEqual(specs.layers.moe.router, PartitionSpec(None, 'fsdp', None))
 

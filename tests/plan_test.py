@@ -24,11 +24,13 @@ def _experiment(*edits):
       advantage=None,
       tasks=None,
       rewards=(),
-      midtrain_optimizer=adam,
-      warmup_optimizer=adam,
       rl_optimizer=adam,
-      midtrain=config.PhaseConfig(10, 4, 64),
-      warmup=config.PhaseConfig(5, 8, 64),
+      phases=(
+          config.PhaseConfig('midtrain', adam, 10, 4, 64),
+          config.PhaseConfig(
+              'warmup', adam, 5, 8, 64, mix=(('demos', 3), ('code', 1))
+          ),
+      ),
       rl=config.RlConfig(
           steps=20,
           groups_per_step=3,
@@ -48,7 +50,8 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.parameters(
       r'midtrain +10 steps x 4 rows x 64 tokens = 2,560 tokens \(256 per step',
-      r'warmup +5 steps x 8 rows x 64 tokens = 2,560 tokens \(512 per step\)',
+      r'warmup +5 steps x 8 rows x 64 tokens = 2,560 tokens \(512 per step\): '
+      r'75% demos, 25% code',
       r'rl +20 steps x 12 rollouts = 240 rollouts',
       r'batch +3 prompts x 4 rollouts = 12 rollouts',
       r'capacity +8 rows x 64 tokens = 512 tokens per program call',
@@ -93,9 +96,12 @@ class PlanTest(parameterized.TestCase):
     self.assertRegex(text, rf'KV cache +{cache / 2**20:,.1f} MiB')
 
   @parameterized.parameters(
-      ('midtrain.rows_per_step=3', r'rows_per_step=3: .* mesh.data=2'),
+      ('phases.midtrain.rows_per_step=3', r'rows_per_step=3: .* mesh.data=2'),
       ('rl.rows_per_batch=0', r'rl.rows_per_batch=0: must be a positive'),
-      ('warmup.tokens_per_row=80', r'warmup.tokens_per_row=80: .* of 32'),
+      (
+          'phases.warmup.tokens_per_row=80',
+          r'phases.warmup.tokens_per_row=80: .* of 32',
+      ),
   )
   def test_refuses_shapes_that_cannot_be_cut(self, edit, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -16,8 +16,8 @@ from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
-from composer_jax.learner import packing
-from composer_jax.runs import midtrain
+from composer_jax.learner import stream
+from composer_jax.runs import sources
 from experiments.configs import summary
 
 _SOURCE = relay.Relay()
@@ -152,13 +152,13 @@ class DemoTest(parameterized.TestCase):
   def test_warm_up_trains_turns_and_summaries_only(self):
     renderer = _renderer()
     self.assertIsInstance(_SOURCE, tasks.DemoWindows)
-    demos = midtrain.Demos(_SOURCE, renderer, packing.Shape(4, 96, 32), seed=0)
-    (documents, masks), cursor = demos({})
-    self.assertLen(documents, cursor['demo'])
+    demos = sources.Demos(_SOURCE, renderer, tokens_per_row=96, seed=0)
+    documents, cursor = demos.next(stream.Cursor(), rows=4)
+    self.assertLen(documents, cursor.chunk)
     edit = r'<\|edit\|><\|\d\|>\d<\|to\|>\d'
-    for ids, mask in zip(documents, masks, strict=True):
+    for document in documents:
       self.assertRegex(
-          renderer.text(ids[mask].tolist()),
+          renderer.text(document.tokens[document.sampled].tolist()),
           r'^(<\|run\|><\|end\|>\d<\|end\|>'
           rf'|{edit}{edit}<\|done\|><\|end\|>)$',
       )

@@ -305,6 +305,32 @@ class ReportTest(parameterized.TestCase):
     for words in ('Summaries and segments', 'Context of a rollout', 'longest'):
       self.assertIn(words, text)
 
+  def test_phases_of_any_name_are_drawn_by_source(self):
+    folder = self._copy(config={})
+    records = [
+        {
+            'phase': phase,
+            'step': step,
+            'seconds': 10.0 * i + step,
+            'bits_per_byte': 2.0,
+            'bits_per_byte/code': 1.5 - step,
+            'bits_per_byte/chats': 3.5 - step,
+        }
+        for i, phase in enumerate(('short_context', 'sft'))
+        for step in (0, 1)
+    ]
+    text = ''.join(json.dumps(r) + '\n' for r in records)
+    (folder / 'metrics.jsonl').write_text(text)
+    run = data.load(folder)
+    self.assertEqual(data.pretraining(run), ['short_context', 'sft'])
+    shown = ' '.join(self._render(folder).text)
+    for words in (
+        'Held-out bits per byte: code',
+        'Held-out bits per byte: chats',
+        'short context',
+    ):
+      self.assertIn(words, shown)
+
   def test_later_lines_of_a_step_add_and_override(self):
     folder = self._copy(config={})
     lines = [

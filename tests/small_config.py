@@ -5,6 +5,7 @@ policy can earn too, gives every group a lesson.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -29,8 +30,13 @@ class SmallIds:
 
 
 def experiment() -> config.Experiment:
+  whole = tiny.experiment()
+  midtrain, warmup = whole.phases
+  small = functools.partial(
+      dataclasses.replace, rows_per_step=4, tokens_per_row=128
+  )
   return dataclasses.replace(
-      tiny.experiment(),
+      whole,
       rewards=(verify.Verify(), SmallIds()),
       model=config.ModelConfig(
           vocab=384,
@@ -43,8 +49,10 @@ def experiment() -> config.Experiment:
           moe_ffn=32,
       ),
       corpus=config.CorpusConfig(max_bytes=150_000),
-      midtrain=config.PhaseConfig(2, 4, 128),
-      warmup=config.PhaseConfig(4, 4, 128, demo_fraction=0.5),
+      phases=(
+          small(midtrain, steps=2),
+          small(warmup, steps=4, mix=(('demos', 1), ('code', 1))),
+      ),
       rollout=config.RolloutConfig(slots=32, prefill_tokens=512),
       rl=config.RlConfig(
           steps=4,

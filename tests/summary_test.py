@@ -14,7 +14,8 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tools
@@ -126,7 +127,10 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     tokenizer = _renderer()._tokenizer
     split = [tokenizer.token_to_id('+'), tokenizer.token_to_id('=')]
     self.assertEqual(len(tokenizer.encode('+=').ids), 1)
-    for renderer in (_renderer(), json_renderer.JsonRenderer(tokenizer)):
+    for renderer in (
+        _renderer(),
+        chat_renderer.ChatRenderer(chat.compact(tokenizer)),
+    ):
       start = renderer.encode_resumed(
           _TASK, split, windows.State(_TASK.files, 2, 1)
       )
@@ -141,7 +145,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_in_text_and_json(self):
     tokenizer = _renderer()._tokenizer
-    renderer = json_renderer.JsonRenderer(tokenizer)
+    renderer = chat_renderer.ChatRenderer(chat.compact(tokenizer))
     change = tools.Replace('f.py', 'def f', 'def  f')
     said = tokenizer.encode('f.py has a wrong constant').ids
     policy = sampled_policy.ScriptedPolicy(
@@ -154,8 +158,8 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     episode = await _play(
         policy,
         renderer,
-        max_turn_tokens=99,
-        max_context_tokens=2000,
+        max_turn_tokens=300,
+        max_context_tokens=6000,
         summary_trigger_tokens=len(renderer.encode_task(_TASK)) + 9,
         summary_tokens=40,
     )

@@ -197,7 +197,7 @@ class VariantsTest(parameterized.TestCase):
         cfg=cfg,
         loss=losses.NextToken(),
         mesh=step.make_mesh(config.MeshConfig(2)),
-        balance=0.01,
+        balancing=config.Balancing(aux=0.01),
     )
     still = {
         name

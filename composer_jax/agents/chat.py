@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import json
-import pathlib
+import os
 import re
 from typing import Any
 
@@ -235,8 +235,71 @@ class ChatFormat:
     ids = self._ids(rest, hidden)
     return ids[1:] if ended and ids[:1] and ids[0] in self.stop_ids else ids
 
-  def _render(self, messages, tools) -> tuple[str, dict[str, str]]:
-    """Returns (text, stand-ins in it -> special tokens that content spells)."""
+  def around(
+      self,
+      before: str,
+      ids: Sequence[int],
+      after: str,
+      tools: Sequence[Message] = (),
+  ) -> list[int]:
+    """A prompt of one message of the user's, with exact ids inside it.
+
+    Args:
+      before: text in front of the ids.
+      ids: such as were sampled.
+      after: text behind them.
+      tools: on offer.
+
+    Raises:
+      ValueError: see `prompt`.
+    """
+    (mark,) = _unused([before, after], 1)
+    message = {'role': 'user', 'content': f'{before}{mark}{after}'}
+    text, hidden = self._render([message], tools)
+    start, _, end = text.partition(mark)
+    return [*self._ids(start, hidden), *ids, *self._ids(end, hidden)]
+
+  def turn(
+      self, messages: Sequence[Message], tools: Sequence[Message], index: int
+  ) -> tuple[list[int], list[int]]:
+    """A recorded reply as a policy would have come to it.
+
+    Args:
+      messages: of the conversation; those behind the reply are not looked at.
+      tools: on offer.
+      index: of the reply.
+
+    Returns:
+      (ids of the prompt, ids of the reply with its stop token).
+
+    Raises:
+      ValueError: see `prompt`; or the template writes the reply in a way that
+        does not follow its prompt, or without a stop token.
+    """
+    messages = messages[: index + 1]
+    before, hidden = self._render(messages, tools, index)
+    after, _ = self._render(messages, tools)
+    common = len(os.path.commonprefix([before, after]))
+    said = after[common:]
+    if self._opened and before[common:].strip() == self._opened:
+      common, said = len(before), f'</think>\n\n{said.lstrip()}'
+    if common < len(before):
+      raise ValueError('chat template: the reply does not follow its prompt')
+    reply = self._ids(said, hidden)
+    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    if end is None:
+      raise ValueError('chat template: no stop token ends the reply')
+    return self._ids(before, hidden), reply[: end + 1]
+
+  def _render(
+      self, messages, tools, count: int | None = None
+  ) -> tuple[str, dict[str, str]]:
+    """Renders the first `count` messages, or all.
+
+    Returns:
+      (text, stand-ins in it -> special tokens that content spells), the same
+      stand-ins whatever the count.
+    """
     data = [list(map(_plain, messages)), list(tools)]
     spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
     hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
@@ -246,7 +309,7 @@ class ChatFormat:
       )
     try:
       text = self._template.render(
-          messages=data[0],
+          messages=data[0][:count],
           tools=data[1] or None,
           documents=None,
           add_generation_prompt=True,
@@ -278,6 +341,10 @@ class ChatFormat:
       ids = ids[:-1]
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+  def spelled(self, ids: Sequence[int]) -> str:
+    """Text of ids with every special token; for displays only."""
+    return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
   def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
     """Reads a reply; what is no readable tool call stays content."""
     return tool_calls.read(self._opened + self.text(ids), self._reader)
@@ -290,61 +357,3 @@ class ChatFormat:
 def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:
   """The format of models that were trained here."""
   return ChatFormat(tokenizer, COMPACT_TEMPLATE, ['<|end|>'])
-
-
-def read(
-    folder: pathlib.Path,
-) -> tuple[str, str, tuple[str, ...], dict[str, str]]:
-  """Reads what a published model says of its chats.
-
-  Args:
-    folder: of the model, with the files of its tokenizer.
-
-  Returns:
-    (JSON of the tokenizer, template, stop tokens, names), for `ChatFormat`.
-
-  Raises:
-    ValueError: a file is missing, or there is no template.
-  """
-
-  def text(name: str) -> str | None:
-    path = folder / name
-    return path.read_text(encoding='utf-8') if path.is_file() else None
-
-  source = text('tokenizer.json')
-  if source is None:
-    raise ValueError(f'{folder}: has no tokenizer.json')
-  settings = json.loads(text('tokenizer_config.json') or '{}')
-  template = text('chat_template.jinja') or settings.get('chat_template')
-  if not isinstance(template, str):
-    raise ValueError(f'{folder}: has no chat template; add chat_template.jinja')
-  # Special tokens are text, or objects that hold it.
-  names = {
-      key: value['content'] if isinstance(value, dict) else value
-      for key, value in settings.items()
-      if key.endswith('_token') and value
-  }
-  tokenizer = tokenizers.Tokenizer.from_str(source)
-  ends = json.loads(text('generation_config.json') or '{}').get('eos_token_id')
-  ends = [ends] if isinstance(ends, int) else ends or []
-  stop = [tokenizer.id_to_token(i) or str(i) for i in ends]
-  return source, template, tuple(stop or [names.get('eos_token', '')]), names
-
-
-def write(
-    source: str, template: str, stop: Sequence[str], names: Mapping[str, str]
-) -> dict[str, str]:
-  """Files that `read`, and transformers, read the same from: name -> text."""
-  tokenizer = tokenizers.Tokenizer.from_str(source)
-  ends = [tokenizer.token_to_id(s) for s in stop]
-  settings = {
-      'tokenizer_class': 'PreTrainedTokenizerFast',
-      **names,
-      'eos_token': stop[0],
-  }
-  return {
-      'tokenizer.json': source,
-      'tokenizer_config.json': json.dumps(settings, indent=2),
-      'chat_template.jinja': template,
-      'generation_config.json': json.dumps({'eos_token_id': ends}, indent=2),
-  }

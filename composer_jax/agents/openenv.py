@@ -20,7 +20,6 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
 from websockets import exceptions
@@ -141,7 +140,7 @@ class RemoteLoop:
     """
     try:
       data = await self._client.request(
-          'step', **json.loads(json_renderer.line_of(call))
+          'step', tool=tools.name_of(call), **vars(call)
       )
     except FrameError as e:
       self.counts['failed_calls'] += 1

@@ -11,7 +11,6 @@ from typing import Any
 
 from composer_jax import config
 from composer_jax.agents import grading
-from composer_jax.agents import json_renderer
 from composer_jax.agents import openenv
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
@@ -86,7 +85,8 @@ class _Session:
       )
     self._steps += 1
     try:
-      call = json_renderer.call_of(json.dumps(data))
+      arguments = dict(data)
+      call = tools.call_of(str(arguments.pop('tool', None)), arguments)
       self._files, text, done = await self._loop.execute(
           task, self._files, [call]
       )

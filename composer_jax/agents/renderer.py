@@ -112,7 +112,6 @@ class CompactRenderer:
       )
     self._ids = ids
     self._special = {i: s for s, i in ids.items()}
-    self.pad_id = ids[PAD]
     self.stop_ids = frozenset([ids[END]])
 
   def _encode(self, text: str) -> list[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Protocol
+import typing
+from typing import Any, Protocol
 
 from composer_jax.agents import runner
 from composer_jax.agents import tasks
@@ -71,6 +72,9 @@ class Done:
 
 
 ToolCall = Edit | Read | Search | Replace | Ask | Run | Done
+BY_NAME: Mapping[str, type] = {
+    kind.__name__.lower(): kind for kind in typing.get_args(ToolCall)
+}
 _MATCHES = 50  # lines that a search shows
 
 
@@ -88,6 +92,33 @@ class Outcome:
   files: Mapping[str, str]
   text: str
   failed: bool = False
+
+
+def name_of(call: ToolCall) -> str:
+  """Name of a call's tool in `BY_NAME`."""
+  return type(call).__name__.lower()
+
+
+def call_of(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+  """Reads a tool call that was written by name.
+
+  Raises:
+    ParseError: with a text for the policy.
+  """
+  if name not in BY_NAME:
+    raise ParseError(f'no tool "{name}"; have {", ".join(BY_NAME)}')
+  kind = BY_NAME[name]
+  known = {f.name: f for f in dataclasses.fields(kind)}
+  for field, value in arguments.items():
+    if field not in known:
+      raise ParseError(f'{name}: unknown argument "{field}"')
+    want = int if known[field].type == 'int' else str
+    if type(value) is not want:
+      raise ParseError(f'{name}: "{field}" must be {want.__name__}')
+  try:
+    return kind(**arguments)
+  except TypeError as e:
+    raise ParseError(f'{name}: an argument is missing') from e
 
 
 def edit(files: Mapping[str, str], call: Edit) -> Outcome:

@@ -9,6 +9,7 @@ import os
 import pathlib
 from typing import Any
 
+_PHASES = {'midtrain': 'mid-training', 'warmup': 'warm start', 'rl': 'RL'}
 _WHY = {
     'config.json': 'written before step 0',
     'manifest.json': 'written before step 0',
@@ -58,6 +59,17 @@ class Run:
     """The phase's last record; empty if it has none."""
     records = self.records.get(phase, ())
     return records[-1] if records else {}
+
+
+def phase_name(phase: str) -> str:
+  """What a phase is called on the page."""
+  return _PHASES.get(phase, phase.replace('_', ' '))
+
+
+def pretraining(run: Run) -> list[str]:
+  """Phases before RL, in the order of their records."""
+  phases = [p for p in run.records if p not in ('rl', 'eval')]
+  return sorted(phases, key=lambda p: run.last(p).get('seconds', 0.0))
 
 
 def _records(text: str) -> dict[str, list[dict[str, Any]]]:

@@ -18,7 +18,6 @@ from composer_jax.dashboard import showcase
 import jinja2
 
 REPORT = 'report.html'
-_PHASES = {'midtrain': 'mid-training', 'warmup': 'warm start', 'rl': 'RL'}
 # What the resolved config and the manifest say in short; [path] is a value.
 _SETUP = {
     'Model': (
@@ -284,7 +283,7 @@ def flatten(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
 def state(run: data.Run) -> str:
   """One line: how far the run is."""
   done = [
-      f'{records[-1]["step"]:,} steps of {_PHASES.get(phase, phase)}'
+      f'{records[-1]["step"]:,} steps of {data.phase_name(phase)}'
       for phase, records in run.records.items()
       if records and phase != 'eval'
   ]

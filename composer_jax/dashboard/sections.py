@@ -300,23 +300,52 @@ def _weights(run: data.Run) -> list[cards.Card]:
   ]
 
 
+def _by_source(run: data.Run, phases: list[str]) -> list[cards.Card]:
+  """Held-out bits per byte of each source, where there are several."""
+  prefix = 'bits_per_byte/'
+  names = dict.fromkeys(k for p in phases for k in run.keys(p, prefix))
+  if len(names) < 2:
+    return []
+  return [
+      cards.Card(
+          f'Held-out bits per byte: {name.removeprefix(prefix)}',
+          'On the held-out documents of this source alone.',
+          charts.lines(
+              [
+                  charts.Series(
+                      data.phase_name(p), *run.series(p, name), color=color
+                  )
+                  for color, p in enumerate(phases)
+              ],
+              x_label='step',
+              y_label='bits per byte',
+              low=None,
+          ),
+      )
+      for name in names
+  ]
+
+
 def _pretraining(run: data.Run) -> list[cards.Card]:
+  phases = data.pretraining(run)
+
   def draw(key, label, low):
     series = [
-        charts.Series(name, *run.series(phase, key), color=color)
-        for color, (phase, name) in enumerate(
-            {'midtrain': 'mid-training', 'warmup': 'warm start'}.items()
+        charts.Series(
+            data.phase_name(phase), *run.series(phase, key), color=color
         )
+        for color, phase in enumerate(phases)
     ]
     return charts.lines(series, x_label='step', y_label=label, low=low)
 
   return [
       cards.Card(
           'Held-out bits per byte',
-          'On files that training never sees; lower is better. The two phases'
-          ' may read windows of different length, hence the step between them.',
+          'On documents that training never sees; lower is better. Phases may'
+          ' read windows of different length, hence the step between them.',
           draw('bits_per_byte', 'bits per byte', None),
       ),
+      *_by_source(run, phases),
       cards.Card(
           'Training loss',
           'Next-token cross-entropy.',

@@ -100,10 +100,11 @@ def _stages(run: data.Run, rl: float) -> dict[str, float]:
       phase: max(r.get('seconds', 0.0) for r in records)
       for phase, records in run.records.items()
   }
-  midtrain = ends.get('midtrain', 0.0)
-  parts = {
-      'mid-training': midtrain,
-      'warm start': max(0.0, ends.get('warmup', midtrain) - midtrain),
+  parts, begin = {}, 0.0
+  for phase in data.pretraining(run):
+    parts[data.phase_name(phase)] = ends[phase] - begin
+    begin = ends[phase]
+  parts |= {
       'RL steps': rl,
       'evaluation': sum(run.series('eval', 'time/eval')[1]),
   }

@@ -10,22 +10,98 @@ import optax
 from optax import contrib
 
 
-def _schedule(
-    peak: float, warmup_steps: int, decay_steps: int | None, final: float
-) -> optax.Schedule:
-  """Linear warmup, then constant or a cosine down to `final * peak`.
+def _ramp(count: jax.Array, steps: int) -> jax.Array:
+  """Linear warmup whose first update already moves: by 1 / steps, not 0."""
+  return jnp.minimum(1.0, (count + 1) / max(steps, 1))
 
-  The first update already moves: it uses peak / warmup_steps, not 0.
+
+def _check_steps(schedule: Constant | Cosine | Wsd) -> None:
+  for field in dataclasses.fields(schedule):
+    value = getattr(schedule, field.name)
+    least = int(field.name == 'decay_steps')
+    if field.name.endswith('_steps') and value < least:
+      raise ValueError(
+          f'{type(schedule).__name__}.{field.name}={value}: must be at least'
+          f' {least}'
+      )
+    if field.name == 'final_fraction' and not 0 <= value <= 1:
+      raise ValueError(
+          f'{type(schedule).__name__}.{field.name}={value}: must be in [0, 1]'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+  """The peak after a linear warmup.
+
+  Attributes:
+    warmup_steps: of the ramp.
   """
 
-  def at(count):
-    rate = peak * jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
-    if decay_steps is None:
-      return rate
-    done = jnp.clip((count - warmup_steps) / decay_steps, 0.0, 1.0)
-    return rate * (final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * done)))
+  warmup_steps: int = 0
 
-  return at
+  def __post_init__(self):
+    _check_steps(self)
+
+  def __call__(self, count: jax.Array) -> jax.Array:
+    """Fraction of the peak for the update after `count` others."""
+    return _ramp(count, self.warmup_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine:
+  """A cosine from the peak down to a fraction of it, after the warmup.
+
+  Attributes:
+    decay_steps: of the cosine.
+    warmup_steps: of the ramp before it.
+    final_fraction: of the peak, where it ends and stays.
+  """
+
+  decay_steps: int
+  warmup_steps: int = 0
+  final_fraction: float = 0.1
+
+  def __post_init__(self):
+    _check_steps(self)
+
+  def __call__(self, count: jax.Array) -> jax.Array:
+    """Fraction of the peak for the update after `count` others."""
+    done = (count - self.warmup_steps) / self.decay_steps
+    wave = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0)))
+    rest = self.final_fraction + (1 - self.final_fraction) * wave
+    return _ramp(count, self.warmup_steps) * rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Wsd:
+  """Warmup, stable, decay (MiniCPM, arXiv 2404.06395).
+
+  The decay is exponential, as there. A run may stop or branch off anywhere in
+  the stable part, which does not know how long the whole will be.
+
+  Attributes:
+    stable_steps: at the peak.
+    decay_steps: from the peak to `final_fraction` of it.
+    warmup_steps: of the ramp before them.
+    final_fraction: of the peak, where the decay ends and stays.
+  """
+
+  stable_steps: int
+  decay_steps: int
+  warmup_steps: int = 0
+  final_fraction: float = 0.1
+
+  def __post_init__(self):
+    _check_steps(self)
+    if not self.final_fraction:
+      raise ValueError('Wsd.final_fraction=0: an exponential never gets there')
+
+  def __call__(self, count: jax.Array) -> jax.Array:
+    """Fraction of the peak for the update after `count` others."""
+    begin = self.warmup_steps + self.stable_steps
+    done = jnp.clip((count - begin) / self.decay_steps, 0.0, 1.0)
+    return _ramp(count, self.warmup_steps) * self.final_fraction**done
 
 
 def _matrix(path: tuple, x: jax.Array) -> bool:
@@ -33,7 +109,7 @@ def _matrix(path: tuple, x: jax.Array) -> bool:
 
   Layers are stacked on a leading axis, so a vector of theirs has two axes.
   """
-  stacked = 'layers' in jax.tree_util.keystr(path[:1], simple=True)
+  stacked = 'layers' in jax.tree_util.keystr(path, simple=True)
   return x.ndim >= (3 if stacked else 2)
 
 
@@ -74,8 +150,6 @@ def _check(owner: AdamW | Muon) -> None:
   for field, ok in (
       ('learning_rate', owner.learning_rate > 0),
       ('clip_norm', owner.clip_norm > 0),
-      ('warmup_steps', owner.warmup_steps >= 0),
-      ('decay_steps', owner.decay_steps is None or owner.decay_steps > 0),
   ):
     if not ok:
       raise ValueError(
@@ -95,9 +169,7 @@ class AdamW:
     eps: added to the root of the second moment.
     weight_decay: decoupled, on matrices only.
     clip_norm: largest global norm of the gradient; inf does not clip.
-    warmup_steps: of a linear ramp.
-    decay_steps: of the cosine after it; None stays at the peak.
-    final_fraction: of the peak, where the cosine ends.
+    schedule: object that maps the number of updates to a fraction of the peak.
   """
 
   learning_rate: float = 3e-4
@@ -106,27 +178,21 @@ class AdamW:
   eps: float = 1e-8
   weight_decay: float = 0.0
   clip_norm: float = 1.0
-  warmup_steps: int = 0
-  decay_steps: int | None = None
-  final_fraction: float = 0.1
+  schedule: Constant | Cosine | Wsd = Constant()
 
   def __post_init__(self):
     _check(self)
 
-  def schedule(self) -> optax.Schedule:
-    return _schedule(
-        self.learning_rate,
-        self.warmup_steps,
-        self.decay_steps,
-        self.final_fraction,
-    )
+  def rate(self, count: jax.Array) -> jax.Array:
+    """Learning rate of the update after `count` others."""
+    return self.learning_rate * self.schedule(count)
 
   def build(self) -> optax.GradientTransformation:
     """Call once per run: a rebuilt transformation is a new static argument."""
     return optax.chain(
         optax.clip_by_global_norm(self.clip_norm),
         optax.adamw(
-            self.schedule(),
+            self.rate,
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
@@ -148,36 +214,28 @@ class Muon:
     momentum: of the matrices.
     weight_decay: decoupled, on the matrices Muon updates.
     clip_norm: largest global norm of the gradient; inf does not clip.
-    warmup_steps: of a linear ramp.
-    decay_steps: of the cosine after it; None stays at the peak.
-    final_fraction: of the peak, where the cosine ends.
+    schedule: object that maps the number of updates to a fraction of the peak.
   """
 
   learning_rate: float = 3e-4
   momentum: float = 0.95
   weight_decay: float = 0.0
   clip_norm: float = 1.0
-  warmup_steps: int = 0
-  decay_steps: int | None = None
-  final_fraction: float = 0.1
+  schedule: Constant | Cosine | Wsd = Constant()
 
   def __post_init__(self):
     _check(self)
 
-  def schedule(self) -> optax.Schedule:
-    return _schedule(
-        self.learning_rate,
-        self.warmup_steps,
-        self.decay_steps,
-        self.final_fraction,
-    )
+  def rate(self, count: jax.Array) -> jax.Array:
+    """Learning rate of the update after `count` others."""
+    return self.learning_rate * self.schedule(count)
 
   def build(self) -> optax.GradientTransformation:
     """Call once per run: a rebuilt transformation is a new static argument."""
     return optax.chain(
         optax.clip_by_global_norm(self.clip_norm),
         contrib.muon(
-            self.schedule(),
+            self.rate,
             beta=self.momentum,
             weight_decay=self.weight_decay,
             adam_b2=0.95,

@@ -66,21 +66,17 @@ class PackStats:
 
 
 def pack_documents(
-    documents: Sequence[np.ndarray],
-    shape: Shape,
-    trained: Sequence[np.ndarray] | None = None,
+    documents: Sequence[np.ndarray], shape: Shape
 ) -> tuple[batch.Batch, PackStats]:
   """Packs plain text for next-token training; see `pack`.
 
   Args:
     documents: int32 [T] each, at most `shape.tokens_per_row` long.
     shape: of the batch.
-    trained: bool [T] for each document; None for all tokens.
   """
-  masks = [None] * len(documents) if trained is None else trained
   items = [
-      items_lib.Item(i, items_lib.document(d, m), 1.0)
-      for i, (d, m) in enumerate(zip(documents, masks, strict=True), 1)
+      items_lib.Item(i, items_lib.document(d), 1.0)
+      for i, d in enumerate(documents, 1)
   ]
   return pack(items, shape, now=0)
 

@@ -9,6 +9,7 @@ segments of a rollout wherever they were packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 
 import jax
@@ -20,27 +21,72 @@ import numpy as np
 import optax
 
 from composer_jax import config
+from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import mtp as mtp_lib
+from composer_jax.learner import processes
+from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
-TokenStats = batch_lib.TokenStats
+_UNBALANCED, _NO_MTP = config.Balancing(), config.Mtp()  # as in RL
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
-  """The trainer's mesh over the first `cfg.data` devices.
+  """The trainer's mesh over the first devices.
 
   Raises:
-    ValueError: the process has fewer devices.
+    ValueError: there are fewer devices.
   """
   devices = jax.devices()
-  if cfg.data > len(devices):
+  if cfg.devices > len(devices):
     raise ValueError(
-        f'mesh.data={cfg.data}: only {len(devices)} device(s) here; lower it'
-        ' with --set=mesh.data=N'
+        f'{cfg.text()}: only {len(devices)} device(s) here; lower it with'
+        ' --set=mesh.data=N'
     )
-  return jax.sharding.Mesh(np.asarray(devices[: cfg.data]), ('data',))
+  shape = dataclasses.astuple(cfg)
+  return jax.sharding.Mesh(
+      np.asarray(devices[: cfg.devices]).reshape(shape),
+      sharding.AXES,
+      axis_types=(jax.sharding.AxisType.Explicit,) * len(shape),
+  )
+
+
+def _shardings(params: params_lib.Params, mesh: jax.sharding.Mesh):
+  specs = params_lib.pspecs(params, sharding.RULES)
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def abstract_state(
+    cfg: config.ModelConfig,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> batch_lib.TrainState:
+  """Shapes and shardings of a state, to restore one to.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+
+  def place(x, spec):
+    to = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+
+  params = params_lib.abstract(cfg)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  fresh = functools.partial(_fresh, tx=tx)
+  state = jax.eval_shape(fresh, jax.tree.map(place, params, specs))
+  # The optimizer's tensors are split like the parameters; a counter is not.
+  return jax.tree.map(
+      lambda x: place(x, x.sharding.spec if x.sharding else P()), state
+  )
+
+
+def _fresh(params, tx):
+  return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
 def init_state(
@@ -49,8 +95,17 @@ def init_state(
     seed: int,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Initial f32 masters with a fresh optimizer; see `restart`."""
-  return restart(params_lib.init(cfg, jax.random.key(seed)), tx, mesh)
+  """Initial f32 masters with a fresh optimizer; no device holds all of them.
+
+  Raises:
+    ValueError: the mesh cannot split the model.
+  """
+  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
+  init = jax.jit(
+      lambda key: params_lib.init(cfg, key),
+      out_shardings=_shardings(params_lib.abstract(cfg), mesh),
+  )
+  return restart(init(jax.random.key(seed)), tx, mesh)
 
 
 def restart(
@@ -58,14 +113,14 @@ def restart(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> batch_lib.TrainState:
-  """Step 0 with a fresh optimizer, every leaf replicated over the mesh.
+  """Step 0 with a fresh optimizer; its state is split like the parameters.
 
-  Every leaf: a counter left on one device would be restored onto one device.
+  Counters are on every device: one left on a single device would be restored
+  onto a single device.
   """
-  state = batch_lib.TrainState(
-      jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params)
-  )
-  return jax.device_put(state, NamedSharding(mesh, P()))
+  params = jax.device_put(params, _shardings(params, mesh))
+  with jax.set_mesh(mesh):
+    return jax.jit(functools.partial(_fresh, tx=tx))(params)
 
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
@@ -89,89 +144,9 @@ def target_stats(params, batch: Batch, cfg):
   return logps, entropy, out
 
 
-def _masked(batch: Batch, logps, entropy, ref_logps) -> TokenStats:
-  """What the loss sees; entries that are not trained are exactly zero."""
-  mask = batch.sampled & (batch.segments > 0) & (batch.positions > 0)
-  keep = lambda x: jnp.where(mask, x, 0.0)
-  return TokenStats(
-      logps=keep(logps),
-      behaviour_logps=keep(batch.behaviour_logps),
-      advantages=keep(batch.advantages),
-      entropy=lax.stop_gradient(keep(entropy)),
-      mask=mask.astype(jnp.float32),
-      staleness=batch.staleness,
-      segments=batch.rollouts,
-      ref_logps=None if ref_logps is None else keep(ref_logps),
-  )
-
-
-def _same_version(batch: Batch) -> jax.Array:
-  """bool [B T]: token and everything before it came from current weights."""
-  stale = (batch.staleness != 0).astype(jnp.int32)
-  seen = jnp.cumsum(stale, axis=1)
-  start = jnp.arange(stale.shape[1])[None, :] - batch.positions
-  before = jnp.take_along_axis(seen - stale, start, axis=1)
-  return seen == before
-
-
-def _mismatch_metrics(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
-  """k3 estimate of KL(behaviour || trainer), fresh and stale apart."""
-  log_ratio = stats.logps - stats.behaviour_logps
-  k3 = jnp.exp(log_ratio) - 1.0 - log_ratio
-  same = stats.mask * _same_version(batch)
-  mean, peak = batch_lib.Mean.of, batch_lib.Max.of
-  return {
-      'mismatch/kl_same_version': mean(k3, same),
-      'mismatch/kl_stale': mean(k3, stats.mask - same),
-      'mismatch/same_version_share': mean(same, stats.mask),
-      'mismatch/beyond_ln2': mean(
-          (jnp.abs(log_ratio) > jnp.log(2.0)).astype(jnp.float32), stats.mask
-      ),
-      'mismatch/max_log_ratio': peak(jnp.abs(log_ratio), stats.mask),
-      'staleness/token_mean': mean(
-          batch.staleness.astype(jnp.float32), stats.mask
-      ),
-      'entropy': mean(stats.entropy, stats.mask),
-  }
-
-
-def _loss_of(loss: batch_lib.Loss, stats: TokenStats):
-  per_token, metrics = loss(stats)
-  if per_token.shape != stats.mask.shape:
-    raise ValueError(
-        f'loss {type(loss).__name__} returned shape {per_token.shape}: want'
-        f' one value per token, {stats.mask.shape}'
-    )
-  return per_token, metrics
-
-
-def needs_reference(loss: batch_lib.Loss) -> bool:
-  """True for a loss that declares that it reads `TokenStats.ref_logps`."""
-  return getattr(loss, 'needs_reference', False)
-
-
-def check_loss(loss: batch_lib.Loss) -> None:
-  """Traces a loss on shapes alone, so that a mistake shows before a run does.
-
-  Raises:
-    ValueError: it returns something else than one value per token.
-  """
-  real = jax.ShapeDtypeStruct((2, 8), jnp.float32)
-  whole = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-  stats = TokenStats(
-      logps=real,
-      behaviour_logps=real,
-      advantages=real,
-      entropy=real,
-      mask=real,
-      staleness=whole,
-      segments=whole,
-      ref_logps=real if needs_reference(loss) else None,
-  )
-  jax.eval_shape(functools.partial(_loss_of, loss), stats)
-
-
-@functools.partial(jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balance'))
+@functools.partial(
+    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing', 'mtp')
+)
 def gradients(
     params: params_lib.Params,
     batch: Batch,
@@ -180,7 +155,9 @@ def gradients(
     cfg: config.ModelConfig,
     loss: batch_lib.Loss,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
+    mtp: config.Mtp = _NO_MTP,
+    tokens: jax.Array | float = 1.0,
     reference: params_lib.Params | None = None,
 ) -> tuple[params_lib.Params, batch_lib.Metrics]:
   """Gradient of sum(mask * per_token) / denominator over one micro-batch.
@@ -189,33 +166,38 @@ def gradients(
   applied to the f32 masters, straight through the rounding.
 
   Args:
-    params: f32 masters, replicated.
-    batch: [B T], B a multiple of the mesh's devices.
+    params: f32 masters.
+    batch: [B T], B a multiple of the devices that split it.
     denominator: f32 [], the global constant Z; the same for every micro-batch
       of a step, so the sum over micro-batches is the step's gradient.
     cfg: the model.
     loss: static; hashes by value.
-    mesh: axis 'data' splits B.
-    balance: weight of the router balance term (Fedus et al., arXiv
-      2101.03961), per micro-batch; 0 in RL.
+    mesh: see `make_mesh`.
+    balancing: what is asked of the router; nothing in RL.
+    mtp: of further tokens.
+    tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
   Returns:
-    (gradients f32, metrics).
+    (gradients f32, split like the parameters; metrics).
 
   Raises:
     ValueError: the loss returns a wrong shape (at trace time).
   """
+  specs = params_lib.pspecs(params, sharding.RULES)
 
-  def local(params, batch, denominator, reference):
+  def local(params, batch, denominator, tokens, reference):
     def forward(params):
       logps, entropy, out = target_stats(params, batch, cfg)
-      return (logps, out.router_stats.balance), (entropy, out.router_stats)
+      further = mtp_lib.loss(params, out.hidden, batch, mtp, cfg)
+      return (logps, out.router_stats, further[0]), (entropy, *further)
 
-    (logps, balanced), vjp, (entropy, routers) = jax.vjp(
+    (logps, routers, _), vjp, (entropy, *further) = jax.vjp(
         forward, rounded(params), has_aux=True
     )
-    gather = functools.partial(lax.all_gather, axis_name='data', tiled=True)
+    gather = functools.partial(
+        lax.all_gather, axis_name=sharding.ROWS, tiled=True
+    )
     # The loss needs no routes, and they are the largest part of a batch.
     whole = jax.tree.map(gather, batch.replace(routing=None))
     entropy = gather(entropy)
@@ -224,8 +206,8 @@ def gradients(
       ref_logps = gather(target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
-      stats = _masked(whole, logps, entropy, ref_logps)
-      per_token, metrics = _loss_of(loss, stats)
+      stats = stats_lib.masked(whole, logps, entropy, ref_logps)
+      per_token, metrics = stats_lib.per_token(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
 
@@ -233,31 +215,33 @@ def gradients(
     d_every, (stats, masked, metrics) = jax.grad(objective, has_aux=True)(every)
     rows = logps.shape[0]
     d_logps = lax.dynamic_slice_in_dim(
-        d_every, lax.axis_index('data') * rows, rows
+        d_every, lax.axis_index(sharding.ROWS) * rows, rows
     )
-    share = jnp.full((), balance / mesh.size, jnp.float32)
-    (grads,) = vjp((d_logps, share))
-    grads, routers, balanced = lax.psum((grads, routers, balanced), 'data')
+    # Of sums over all devices: each adds its part of the same gradient.
+    routers = lax.psum(routers, sharding.ROWS)
+    real = jnp.sum(whole.segments > 0).astype(jnp.float32)
+    d_routers, router_metrics = jax.grad(balancing_lib.loss, has_aux=True)(
+        routers, real, tokens, cfg, balancing
+    )
+    (grads,) = vjp((d_logps, d_routers, mtp.weight / denominator))
+    grads = sharding.summed(grads, specs)
     mean = batch_lib.Mean
-    metrics |= _mismatch_metrics(whole, stats)
+    if mtp.weight:
+      metrics['loss/mtp'] = mean(*lax.psum(further, sharding.ROWS))
+    metrics |= router_metrics | stats_lib.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),
-        'routing/blank': mean(
-            routers.blank,
-            cfg.moe_layers * jnp.sum(whole.segments > 0).astype(jnp.float32),
-        ),
-        'routing/balance': mean(balanced, jnp.asarray(float(mesh.size))),
+        'routing/blank': mean(routers.blank, cfg.moe_layers * real),
     }
     return grads, metrics
 
-  return jax.shard_map(
+  return sharding.over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data'), P(), P()),
-      out_specs=(P(), P()),
-      check_vma=False,
-  )(params, batch, denominator, reference)
+      mesh,
+      in_specs=(specs, P(sharding.ROWS), P(), P(), reference and specs),
+      out_specs=(specs, P()),
+  )(params, batch, denominator, jnp.asarray(tokens, jnp.float32), reference)
 
 
 @functools.partial(jax.jit, static_argnames=('tx',), donate_argnums=0)
@@ -268,9 +252,17 @@ def apply_gradients(
     tx: optax.GradientTransformation,
 ) -> batch_lib.TrainState:
   """One optimizer update."""
-  updates, opt_state = tx.update(grads, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  return batch_lib.TrainState(state.step + 1, params, opt_state)
+  places = jax.tree.map(lambda x: jax.typeof(x).sharding, state)
+
+  # An optimizer may multiply matrices and does not know how they are split: the
+  # partitioner places its collectives.
+  @jax.sharding.auto_axes(out_sharding=places)
+  def update(state, grads):
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return batch_lib.TrainState(state.step + 1, params, opt_state)
+
+  return update(state, grads)
 
 
 _norm = jax.jit(optax.tree.norm)
@@ -287,7 +279,8 @@ def train_step(
     loss: batch_lib.Loss,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-    balance: float = 0.0,
+    balancing: config.Balancing = _UNBALANCED,
+    mtp: config.Mtp = _NO_MTP,
     reference: params_lib.Params | None = None,
     on_nonfinite: Callable[[Batch], str] | None = None,
 ) -> tuple[batch_lib.TrainState, dict[str, float]]:
@@ -295,14 +288,14 @@ def train_step(
 
   Args:
     state: donated.
-    batches: numpy or device batches; their number may change from step to
-      step without recompiling.
+    batches: numpy or device; their number may change without recompiling.
     denominator: Z of the whole step.
     cfg: the model.
     loss: what to minimise.
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
-    balance: weight of the router balance term.
+    balancing: what is asked of the router.
+    mtp: of further tokens.
     reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
@@ -312,11 +305,11 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = NamedSharding(mesh, P('data'))
   z = jnp.asarray(denominator, jnp.float32)
+  tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
-    batch = jax.device_put(batch, rows)
+    batch = processes.place(batch, mesh)
     g, m = gradients(
         state.params,
         batch,
@@ -324,7 +317,9 @@ def train_step(
         cfg=cfg,
         loss=loss,
         mesh=mesh,
-        balance=balance,
+        balancing=balancing,
+        mtp=mtp,
+        tokens=tokens,
         reference=reference,
     )
     if not np.isfinite(jax.device_get(m['loss'].total)):
@@ -343,8 +338,12 @@ def train_step(
         f' finite; last batch: {where}'
     )
   state = apply_gradients(state, grads, tx=tx)
+  load = metrics.pop('routing/load').total
+  if balancing.bias_speed:
+    state = balancing_lib.rebias(state, load, balancing.bias_speed)
   metrics = jax.device_get(metrics)
   figures = {k: float(v.value()) for k, v in metrics.items()}
+  figures['routing/max_load'] = balancing_lib.max_load(np.asarray(load))
   return state, figures | {'grad_norm': norm}
 
 
@@ -372,16 +371,24 @@ def score(
     logps, _, out = target_stats(params, batch, cfg)
     return logps, out.routing
 
-  return jax.shard_map(
+  rows = P(sharding.ROWS)
+  return sharding.over_mesh(
       local,
-      mesh=mesh,
-      in_specs=(P(), P('data')),
-      out_specs=(P('data'), P('data')),
-      check_vma=False,
+      mesh,
+      in_specs=(params_lib.pspecs(params, sharding.RULES), rows),
+      out_specs=(rows, rows),
   )(params, batch)
 
 
 def compilations() -> int:
   """Programs compiled so far for training steps and scores."""
-  jitted = (gradients, apply_gradients, score, _norm, _add, _merge)
+  jitted = (
+      gradients,
+      apply_gradients,
+      score,
+      balancing_lib.rebias,
+      _norm,
+      _add,
+      _merge,
+  )
   return sum(f._cache_size() for f in jitted)  # pylint: disable=protected-access

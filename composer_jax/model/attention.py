@@ -8,6 +8,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from kernels_triton import matmul
 from kernels_triton import rmsnorm
 from kernels_triton import rows
@@ -45,8 +46,10 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 def _block(cfg, weights, x, angles):
   norm, w, bias, scales = weights
-  h, n, m = cfg.head_dim, cfg.q_heads, cfg.kv_heads
+  h = cfg.head_dim
+  n, m = sharding.heads(cfg.q_heads), sharding.heads(cfg.kv_heads)
   x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
+  x, scales = sharding.fan_out((x, scales))
   qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
   if cfg.qkv_bias:
     qkv = qkv + bias[None, :]
@@ -76,11 +79,13 @@ def _latent_block(cfg, weights, x, angles):
   latent = norms(latent, kv_norm, _LATENT_EPS)
   if cfg.q_latent:
     x = norms(multiply(x, q_down), q_norm, _LATENT_EPS)
-  q = multiply(x, w_q).reshape(-1, cfg.q_heads, cfg.head_dim + cfg.rope_dim)
+  q = multiply(sharding.fan_out(x), w_q)
+  q = q.reshape(-1, sharding.heads(cfg.q_heads), cfg.head_dim + cfg.rope_dim)
   q, turned = jnp.split(q, [cfg.head_dim], axis=2)
   q = by_head(q, k_up)
   q = jnp.concatenate([q, _rotate(turned, angles)], axis=2)
   k = jnp.concatenate([latent[:, None], _rotate(k[:, None], angles)], axis=2)
+  k = sharding.fan_out(k)
   return (q * score_scale(cfg)).astype(cfg.dtype), k.astype(cfg.dtype)
 
 
@@ -129,9 +134,9 @@ def project(
     cfg: the model.
 
   Returns:
-    q [n N H] scaled by H^-1/2, k [n M H], v [n M H]; in latent attention H is
-    the latent and what rotates, M is 1, and v [n 1 C] are the first columns
-    of k.
+    q [n N H] scaled by H^-1/2, k [n M H], v [n M H]; of the device's heads. In
+    latent attention H is the latent and what rotates, M is 1, and v [n 1 C] are
+    the first columns of k.
   """
   if cfg.kv_latent:
     return _project_latent(x, weights, angles, cfg)

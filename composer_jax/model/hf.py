@@ -6,14 +6,19 @@ anything is read, and a folder is complete or not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import functools
 import json
+import math
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -29,6 +34,7 @@ _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 _SHARD_BYTES = 4 * 1024**3
 _NAMED = 4  # tensors that an error lists
+_EVERY = slice(None)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -49,53 +55,183 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return fields
 
 
+class Reader:
+  """The tensors of a folder as parts of ours; a context manager.
+
+  Everything is checked when it is opened. A part is read by the byte ranges of
+  its files, so a process of a large job touches no more than its own shards.
+
+  Attributes:
+    files: those with weights.
+    shapes: of our tensors.
+  """
+
+  def __init__(self, folder: pathlib.Path, cfg: config.ModelConfig):
+    """Opens a model.
+
+    Args:
+      folder: of the model.
+      cfg: from its config.
+
+    Raises:
+      ValueError: files are missing or cut, or tensors missing, unexpected or
+        of another shape; all that is wrong, in one line.
+    """
+    self.shapes: Mapping[str, tuple[int, ...]] = {
+        name: leaf.shape
+        for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
+    }
+    self._pieces = collections.defaultdict(list)
+    pieces = list(pieces_lib.of(cfg))
+    for piece in pieces:
+      self._pieces[piece.name].append(piece)
+    self.files = _shard_files(folder)
+    with contextlib.ExitStack() as stack:
+      self._where = _open(self.files, stack)
+      _check(folder, cfg, self._where, pieces, self.shapes)
+      self._stack = stack.pop_all()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._stack.close()
+
+  def part(
+      self, name: str, index: tuple[slice, ...] | None = None, dtype: Any = None
+  ) -> np.ndarray:
+    """Reads a part of one of our tensors.
+
+    Args:
+      name: of our tensor.
+      index: a range without a step for every axis; None: all of it.
+      dtype: of the result, but for what is published in f32; None: bf16.
+    """
+    shape = self.shapes[name]
+    ranges = [
+        range(*s.indices(n))
+        for s, n in zip(index or [slice(None)] * len(shape), shape, strict=True)
+    ]
+    if name == params_lib.EXACT:
+      dtype = np.float32
+    out = np.empty([len(r) for r in ranges], dtype or ml_dtypes.bfloat16)
+    for piece in self._pieces[name]:
+      at = _index(piece, shape)
+      held = [i == _EVERY or i in r for i, r in zip(at, ranges, strict=True)]
+      if all(held):
+        inside = tuple(
+            i if i == _EVERY else i - r.start
+            for i, r in zip(at, ranges, strict=True)
+        )
+        axes = [n for n, i in enumerate(at) if i == _EVERY]
+        out[inside] = self._read(
+            piece, [shape[n] for n in axes], [ranges[n] for n in axes]
+        )
+    return out
+
+  def _read(
+      self, piece: pieces_lib.Piece, shape: list[int], ranges: list[range]
+  ) -> np.ndarray:
+    """Ranges of the axes that are left of a part of this shape."""
+    file = self._where[piece.published].get_slice(piece.published)
+    if piece.rows is None:
+      if len(file.get_shape()) > 1:
+        return file[tuple(_slice(r) for r in ranges)]
+      return file[:].reshape(shape)[tuple(_slice(r) for r in ranges)]
+    left = 1
+    while math.prod(shape[:left]) < piece.rows:
+      left += 1
+    # The first axis of each side of the matrix is cut in the file, unless its
+    # columns come in another order.
+    cut = {0, left} - ({len(shape) - 1} if piece.turned else set())
+    sizes = [len(r) if n in cut else shape[n] for n, r in enumerate(ranges)]
+    cuts = []
+    for first, end in ((0, left), (left, len(shape))):
+      step = math.prod(shape[first + 1 : end])
+      r = ranges[first] if first in cut else range(shape[first])
+      cuts.append(slice(r.start * step, r.stop * step))
+    part = piece.part(file[cuts[1], cuts[0]], tuple(sizes))
+    return part[
+        tuple(_EVERY if n in cut else _slice(r) for n, r in enumerate(ranges))
+    ]
+
+
+def _slice(r: range) -> slice:
+  return slice(r.start, r.stop)
+
+
 def load(
     folder: pathlib.Path,
     cfg: config.ModelConfig,
     dtype: Any = ml_dtypes.bfloat16,
-    ended: Callable[[], None] = lambda: None,
+    read: Callable[[int], None] = lambda count: None,
 ) -> dict[str, np.ndarray]:
-  """Reads a model's tensors.
+  """Reads a whole model.
 
   Args:
     folder: of the model.
     cfg: from its config.
     dtype: of the result, but for what is published in f32.
-    ended: called after every tensor that is read.
+    read: told how many parameters have been read, after every tensor of ours.
 
   Returns:
     Our names -> arrays, as `params.from_names` takes them.
 
   Raises:
-    ValueError: files are missing or cut, or tensors missing, unexpected or of
-      another shape; all that is wrong, in one line.
+    ValueError: see `Reader`.
   """
-  shapes = params_lib.names(params_lib.abstract(cfg))
-  out = {
-      name: np.empty(s.shape, np.float32 if name == params_lib.EXACT else dtype)
-      for name, s in shapes.items()
-  }
-  pieces = {piece.published: piece for piece in pieces_lib.of(cfg)}
-  with contextlib.ExitStack() as stack:
-    where = _files(folder, stack)
-    _check(folder, cfg, where, pieces, out)
-    for name, piece in pieces.items():
-      part = out[piece.name][piece.index]
-      part[...] = piece.part(where[name].get_tensor(name), part.shape)
-      ended()
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name in reader.shapes:
+      out[name] = reader.part(name, dtype=dtype)
+      read(out[name].size)
   return out
 
 
-def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it."""
+def load_sharded(
+    folder: pathlib.Path,
+    cfg: config.ModelConfig,
+    shardings: params_lib.Params,
+    dtype: Any = jnp.float32,
+    read: Callable[[int], None] = lambda count: None,
+) -> params_lib.Params:
+  """Reads a model onto a mesh; every process reads its own shards only.
+
+  Args:
+    folder: of the model.
+    cfg: from its config.
+    shardings: of every tensor.
+    dtype: of the result, such as f32 for masters.
+    read: told how many parameters have been read, after every tensor of ours.
+
+  Raises:
+    ValueError: see `Reader`.
+  """
+  named = params_lib.names(shardings)
+  out = {}
+  with Reader(folder, cfg) as reader:
+    for name, shape in reader.shapes.items():
+      part = functools.partial(reader.part, name, dtype=dtype)
+      out[name] = jax.make_array_from_callback(shape, named[name], part)
+      read(out[name].size)
+  return params_lib.from_names(out)
+
+
+def _shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
   index = folder / _INDEX
-  names = [_SINGLE]
+  names = {_SINGLE}
   if index.is_file():
     weight_map = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    names = sorted(set(weight_map.values()))
+    names = set(weight_map.values())
+  return [folder / name for name in sorted(names)]
+
+
+def _open(
+    files: Sequence[pathlib.Path], stack: contextlib.ExitStack
+) -> dict[str, Any]:
+  """Tensor name -> the open file that holds it."""
   found = {}
-  for name in names:
-    path = folder / name
+  for path in files:
     try:
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except (OSError, safetensors.SafetensorError) as e:
@@ -104,7 +240,20 @@ def _files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return found
 
 
-def _check(folder, cfg, where, pieces, ours) -> None:
+def _index(piece: pieces_lib.Piece, shape: Sequence[int]) -> list[Any]:
+  """Of a part, for all axes of all of our tensor."""
+  return [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
+
+
+def _published_shape(piece: pieces_lib.Piece, shape: Sequence[int]):
+  """Of a tensor, from the shape of all of ours that it is a part of."""
+  at = _index(piece, shape)
+  part = tuple(n for n, i in zip(shape, at, strict=True) if i == _EVERY)
+  return piece.shape(part)
+
+
+def _check(folder, cfg, where, every, ours) -> None:
+  pieces = {piece.published: piece for piece in every}
   extra = {
       n for n in where.keys() - pieces.keys() if not pieces_lib.is_known(cfg, n)
   }
@@ -114,7 +263,7 @@ def _check(folder, cfg, where, pieces, ours) -> None:
   wrong = [
       f'{n} is {shape}, want {want}'
       for n, shape in shapes.items()
-      if shape != (want := pieces[n].shape(_part(pieces[n], ours).shape))
+      if shape != (want := _published_shape(pieces[n], ours[pieces[n].name]))
   ]
   problems = [
       f'{kind} {len(names)}: {", ".join(sorted(names)[:_NAMED])}'

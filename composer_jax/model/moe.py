@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 from jax import ad_checkpoint
+from jax import lax
 import jax.numpy as jnp
 
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from kernels_triton import grouped
 from kernels_triton import matmul
 from kernels_triton import rmsnorm
@@ -66,8 +68,9 @@ def _shared(normed, w_in, w_out, w_gate, cfg):
   multiply = functools.partial(
       matmul.matmul, dtype=cfg.dtype, implementation=cfg.kernels
   )
-  gate, value = jnp.split(multiply(normed, w_in), 2, axis=-1)
-  out = multiply(jax.nn.silu(gate) * value, w_out)
+  up = multiply(sharding.fan_out(normed), w_in)
+  gate, value = jnp.split(up, 2, axis=-1)
+  out = sharding.fan_in(multiply(jax.nn.silu(gate) * value, w_out))
   if cfg.shared_gate:
     out = jax.nn.sigmoid(multiply(normed, w_gate)) * out
   return out
@@ -77,14 +80,15 @@ def _block(cfg, weights, x, attended, recorded=None):
   v_up, wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
   if cfg.kv_latent:
     attended = matmul.heads(
-        attended.reshape(-1, cfg.q_heads, cfg.kv_latent),
+        attended.reshape(-1, len(v_up), cfg.kv_latent),
         v_up,
         dtype=cfg.dtype,
         implementation=cfg.kernels,
-    ).reshape(-1, cfg.q_heads * cfg.value_dim)
-  x = x.astype(jnp.float32) + matmul.matmul(
+    ).reshape(-1, len(wo))
+  attended = matmul.matmul(
       attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
+  x = x.astype(jnp.float32) + sharding.fan_in(attended)
   normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
   if cfg.shared_experts:
     x = x + _shared(normed, shared_in, shared_out, shared_gate, cfg)
@@ -92,6 +96,40 @@ def _block(cfg, weights, x, attended, recorded=None):
     return x
   gates, routing = route(normed, w_router, bias, recorded, cfg)
   return x, normed.astype(cfg.dtype), gates, routing
+
+
+def _experts(normed, gates, experts, weights, cfg):
+  """Sum of gate x expert over each row's choices, f32 [n D].
+
+  Where devices share the experts, each one runs its own on the rows of all.
+  A choice is nonzero on one device, so adding the devices up is exact in any
+  order, and the choices are then added in the order of a single device. No
+  choice is dropped, however uneven they are.
+  """
+  w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
+  how = dict(dtype=cfg.dtype, implementation=cfg.kernels)
+  normed, gates = sharding.fan_out((normed, gates))
+  if sharding.size(sharding.EXPERT) == 1:
+    y = grouped.expert_ffn(
+        normed.astype(jnp.float32), gates, experts, w_in, weights.w_out, **how
+    )
+    return sharding.fan_in(y)
+  axis = sharding.EXPERT
+  gather = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
+  first = lax.axis_index(axis) * w_in.shape[0]
+  y = grouped.expert_choices(
+      gather(normed).astype(jnp.float32),
+      gather(gates),
+      gather(experts) - first,
+      w_in,
+      weights.w_out,
+      **how,
+  )
+  y = lax.psum_scatter(y, axis, tiled=True)
+  total = y[:, 0]
+  for k in range(1, cfg.top_k):
+    total = total + y[:, k]
+  return sharding.fan_in(total)
 
 
 def layer(
@@ -149,15 +187,7 @@ def layer(
       name(routing.logits, 'router logits'),
   )
   gates = name(gates, 'gates')
-  w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
-  y = grouped.expert_ffn(
-      normed.astype(jnp.float32),
-      gates,
-      routing.experts,
-      w_in,
-      weights.w_out,
-      dtype=cfg.dtype,
-      implementation=cfg.kernels,
+  y = name(
+      _experts(normed, gates, routing.experts, weights, cfg), 'expert output'
   )
-  y = name(y, 'expert output')
   return (x + y).astype(cfg.dtype), routing

@@ -15,6 +15,7 @@ from composer_jax import trace
 from composer_jax.model import attention
 from composer_jax.model import moe
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.typing import typed
 from kernels_triton import attention as attention_kernel
 from kernels_triton import logprob
@@ -22,11 +23,13 @@ from kernels_triton import router
 
 
 class RouterStats(NamedTuple):
-  """Sums over real tokens and layers; counts are added, never averaged."""
+  """Sums over real tokens; they are added, never averaged."""
 
-  balance: jax.Array  # f32 [], mean over layers of E sum_e load_e prob_e
-  disagreeing: jax.Array  # f32 [], choices where live and used differ
-  choices: jax.Array  # f32 [], choices that were replayed
+  probs: jax.Array  # f32 [L E], normalised scores; has a gradient
+  load: jax.Array  # f32 [L E], tokens that were sent to an expert
+  squares: jax.Array  # f32 [L], of the logsumexp of logits; has a gradient
+  disagreeing: jax.Array  # f32 [], choices where live and used differ (x L)
+  choices: jax.Array  # f32 [], choices that were replayed (x L)
   blank: jax.Array  # f32 [], real tokens without a recorded route (x L)
 
 
@@ -86,17 +89,15 @@ def _router_stats(
 ) -> RouterStats:
   """Sums of one layer over real tokens; real f32 [n]."""
   if not cfg.experts:
-    return RouterStats(*(jnp.zeros(()) for _ in RouterStats._fields))
-  tokens = jnp.maximum(jnp.sum(real), 1.0)
+    none, zero = jnp.zeros(0), jnp.zeros(())
+    return RouterStats(none, none, zero, zero, zero, zero)
   if cfg.router == router.SIGMOID:
     probs = jax.nn.sigmoid(routing.logits)
     probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
   else:
     probs = jax.nn.softmax(routing.logits, axis=-1)
-  mean_prob = jnp.sum(probs * real[:, None], axis=0) / tokens
   ids = jnp.arange(cfg.experts)[None, None, :]
   hits = jnp.sum(routing.experts[:, :, None] == ids, axis=1)
-  load = jnp.sum(hits * real[:, None], axis=0) / tokens / cfg.top_k
   blank = trace.blank_route(trace.route_dtype(cfg.experts))
   is_blank = (recorded[:, 0] == blank).astype(jnp.float32)
   replayed = real * (1.0 - is_blank)
@@ -104,11 +105,29 @@ def _router_stats(
       routing.experts[:, :, None] != routing.live[:, None, :], axis=2
   )
   return RouterStats(
-      balance=cfg.experts * jnp.sum(mean_prob * load),
+      probs=jnp.sum(probs * real[:, None], axis=0),
+      load=jnp.sum(hits * real[:, None], axis=0),
+      squares=jnp.sum(jnp.square(jax.nn.logsumexp(routing.logits, -1)) * real),
       disagreeing=jnp.sum(missing * replayed[:, None]),
       choices=jnp.sum(replayed) * cfg.top_k,
       blank=jnp.sum(real * is_blank),
   )
+
+
+def attend_within(
+    segments: jax.Array, positions: jax.Array, cfg: config.ModelConfig
+) -> Callable[..., jax.Array]:
+  """Attention of packed rows [B T], for `block` on their B*T tokens."""
+  b, t = segments.shape
+
+  def attend(q, k, v):
+    q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
+    out = attention_kernel.segment_attention(
+        q, k, v, segments, positions, implementation=cfg.kernels
+    )
+    return out.reshape(b * t, *out.shape[2:])
+
+  return attend
 
 
 @typed
@@ -124,7 +143,8 @@ def forward(
   """Runs the model on packed rows.
 
   Args:
-    params: any float type; arithmetic is f32, activations are cfg.dtype.
+    params: any float type; arithmetic is f32, activations are cfg.dtype. In a
+      `shard_map`, the device's parts (see `sharding.RULES`).
     tokens: ids.
     segments: 0 = pad; a token sees its own segment only. A segment starts at
       a multiple of the attention key block (`learner.packing` sees to it).
@@ -138,32 +158,33 @@ def forward(
   b, t = tokens.shape
   if routing is None:
     routing = blank_routing(cfg, b, t)
-  x = params.embedding[tokens.reshape(-1)].astype(cfg.dtype)
+  specs = params_lib.pspecs(params, sharding.RULES)
+  embedding = sharding.whole(params.embedding, specs.embedding)
+  x = embedding[tokens.reshape(-1)].astype(cfg.dtype)
   table = jnp.asarray(attention.rope_table(cfg, t))
   angles = table[positions.reshape(-1)]
   real = (segments.reshape(-1) > 0).astype(jnp.float32)
+  attend = attend_within(segments, positions, cfg)
 
-  def attend(q, k, v):
-    q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
-    out = attention_kernel.segment_attention(
-        q, k, v, segments, positions, implementation=cfg.kernels
-    )
-    return out.reshape(b * t, *out.shape[2:])
-
-  def run(x, layers, recorded, cfg):
+  def run(x, layers, specs, recorded, cfg):
     def body(x, xs):
       weights, recorded = xs
+      weights = sharding.whole(weights, specs, skip=1)
       x, routed = block(x, weights, angles, recorded, attend, cfg)
       return x, (routed.experts, _router_stats(routed, recorded, real, cfg))
 
+    # A layer that is gathered would be kept whole for the backward pass.
+    if cfg.remat or sharding.size(sharding.FSDP) > 1:
+      body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, (layers, layer_inputs(recorded)))
 
   if cfg.dense_layers:
     dense = cfg.dense()
-    x, _ = run(x, params.dense_layers, blank_routing(dense, b, t), dense)
-  x, (experts, stats) = run(x, params.layers, routing, cfg)
+    blank = blank_routing(dense, b, t)
+    x, _ = run(x, params.dense_layers, specs.dense_layers, blank, dense)
+  x, (experts, stats) = run(x, params.layers, specs.layers, routing, cfg)
   used = experts.transpose(1, 0, 2).reshape(routing.shape)
-  stats = RouterStats(jnp.mean(stats.balance), *(jnp.sum(s) for s in stats[1:]))
+  stats = RouterStats(*stats[:3], *(jnp.sum(s) for s in stats[3:]))
   return Output(
       x.reshape(b, t, -1), used.astype(trace.route_dtype(cfg.experts)), stats
   )
@@ -189,8 +210,11 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
+  specs = params_lib.pspecs(params, sharding.RULES)
+  rest = dict.fromkeys(('dense_layers', 'layers', 'mtp'))
+  top = sharding.whole(params.replace(**rest), specs.replace(**rest))
   logps, entropy = logprob.target_log_probs(
-      (params.norm, params.head),
+      (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),
       targets.reshape(-1),
       cfg.norm_eps,

@@ -9,7 +9,7 @@ import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import chat
+from composer_jax.agents import chat_files
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.runs import feed
@@ -30,7 +30,7 @@ def model_of(folder: pathlib.Path, name: str) -> stored_model.StoredModel:
   """
   fields = hf.read_config(folder)
   cfg = families.to_config(fields)
-  source, template, stop, names = chat.read(folder)
+  source, template, stop, names = chat_files.read(folder)
   size = tokenizers.Tokenizer.from_str(source).get_vocab_size()
   if size > cfg.vocab:
     raise ValueError(
@@ -50,7 +50,7 @@ def publish_folder(
     url: str,
     stored: stored_model.StoredModel,
     incarnation: str,
-    ended: Callable[[], None] = lambda: None,
+    read: Callable[[int], None] = lambda count: None,
 ) -> trace.WeightVersion:
   """Makes a model the first version of a new store.
 
@@ -59,7 +59,7 @@ def publish_folder(
     url: of the store.
     stored: from `model_of`.
     incarnation: unique name of this writer.
-    ended: called after every tensor that is read.
+    read: told how many parameters have been read, after every tensor.
 
   Raises:
     ValueError: the store has versions already, or the folder is damaged.
@@ -67,7 +67,7 @@ def publish_folder(
   link, _ = store_lib.Store(url).latest()
   if link is not None:
     raise ValueError(f'{url}: has versions already; name a new store')
-  named = hf.load(folder, stored.model, ended=ended)
+  named = hf.load(folder, stored.model, read=read)
   stored_model.write(url, stored)
   publisher = publish.Publisher(url, config.WeightsConfig(), incarnation)
   return publisher.publish(0, named).version
@@ -90,7 +90,7 @@ def export_folder(
   stored = stored_model.read(url)
   families.family_of(stored.model)  # before anything is fetched
   version, named = feed.fetch(url, step)
-  files = chat.write(
+  files = chat_files.write(
       stored.tokenizer, stored.template, stored.stop, stored.names
   )
   hf.save(folder, stored.model, named, files, stored.context_tokens)

@@ -17,8 +17,6 @@ from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import step
 from composer_jax.weights import checkpoint
 
-PHASES = ('midtrain', 'warmup', 'rl')
-
 # Figures that tell how fast or in how many pieces, not what was computed.
 _TIMING = ('time/', 'tokens', 'weights/', 'seconds', 'recompilations')
 
@@ -74,16 +72,17 @@ def restored(
   Args:
     cfg: the run's experiment.
     workdir: of the run.
-    phase: one of `PHASES`.
+    phase: 'rl', or the name of one before it.
     mesh: to restore to.
 
   Raises:
     ValueError: there is none.
   """
-  tx = getattr(cfg, f'{phase}_optimizer').build()
+  optimizers = {p.name: p.optimizer for p in cfg.phases}
+  tx = (optimizers | {'rl': cfg.rl_optimizer})[phase].build()
   folder = workdir / 'checkpoints' / phase
   saver = checkpoint.Checkpointer(folder)
-  found = saver.restore(step.init_state(cfg.model, tx, 0, mesh))
+  found = saver.restore(step.abstract_state(cfg.model, tx, mesh))
   saver.close()
   if found is None:
     raise ValueError(f'{folder}: no finished checkpoint')
@@ -103,7 +102,7 @@ def of_run(cfg: config.Experiment, workdir: pathlib.Path) -> Mapping[str, str]:
   mesh = step.make_mesh(cfg.mesh)
   out = {
       f'{phase}/{name}': digest
-      for phase in PHASES
+      for phase in (*(p.name for p in cfg.phases), 'rl')
       for name, digest in of_state(restored(cfg, workdir, phase, mesh)).items()
   }
   out['metrics'] = _metrics(workdir / 'metrics.jsonl')

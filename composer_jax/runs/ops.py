@@ -23,9 +23,11 @@ from composer_jax import trace
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
+from composer_jax.learner import stats
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from composer_jax.runs import digest
 from composer_jax.runs import divergence
 from composer_jax.runs import feed
@@ -204,8 +206,9 @@ def train_step(
     tx: the optimizer.
     mesh: the trainer's.
   """
-  _, values = _score(jax.jit(step_lib.rounded)(state.params), batch, cfg=cfg)
-  rows = jax.NamedSharding(mesh, jax.P('data'))
+  params = jax.device_get(jax.jit(step_lib.rounded)(state.params))
+  _, values = _score(params, batch, cfg=cfg)
+  rows = jax.NamedSharding(mesh, jax.P(sharding.ROWS))
   grads, metrics = step_lib.gradients(
       state.params,
       jax.device_put(batch, rows),
@@ -213,7 +216,7 @@ def train_step(
       cfg=cfg,
       loss=loss,
       mesh=mesh,
-      reference=state.params if step_lib.needs_reference(loss) else None,
+      reference=state.params if stats.needs_reference(loss) else None,
   )
   after = step_lib.apply_gradients(jax.tree.map(jnp.copy, state), grads, tx=tx)
   leaves = {f'metric {k}': m for k, m in _leaves(dict(metrics))}

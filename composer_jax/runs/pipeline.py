@@ -6,8 +6,9 @@ the same directory continues where they stopped, whatever stopped them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -18,28 +19,27 @@ import uuid
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
+import optax
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import renderer as renderer_lib
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
-from composer_jax.learner import corpus
-from composer_jax.learner import packing
+from composer_jax.learner import processes
+from composer_jax.learner import stats
 from composer_jax.learner import step
+from composer_jax.runs import base
+from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import host as host_lib
 from composer_jax.runs import midtrain
 from composer_jax.runs import offline
 from composer_jax.runs import plan
+from composer_jax.runs import sources
 from composer_jax.runs import stored_model
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
-from kernels_triton import contract
-
-_TOKENIZER_TASKS = 4000  # rendered tasks the tokenizer is fitted on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,9 +51,8 @@ class Run:
     workdir: of the run.
     mesh: the trainer's.
     decoder: device of the decode engine.
-    renderer: between tasks and tokens.
-    train: corpus to learn from.
-    heldout: corpus to measure on.
+    model: what a store says of it.
+    texts: sources of text, by name.
     writer: of metrics.
     stop: True once the user has asked to stop.
   """
@@ -62,36 +61,19 @@ class Run:
   workdir: pathlib.Path
   mesh: jax.sharding.Mesh
   decoder: jax.Device
-  renderer: renderer_lib.CompactRenderer
-  train: corpus.Tokens
-  heldout: corpus.Tokens
+  model: stored_model.StoredModel
+  texts: Mapping[str, sources.Text]
   writer: writer_lib.Writer
   stop: Callable[[], bool]
+
+  @functools.cached_property
+  def renderer(self) -> Any:
+    """Between tasks and tokens; ValueError for a tokenizer of other texts."""
+    return base.renderer(self.cfg, self.model)
 
   @property
   def store(self) -> str:
     return f'file://{(self.workdir / "weights").resolve()}/'
-
-
-def _tokenizer(
-    cfg: config.Experiment, code: corpus.Corpus, path: pathlib.Path
-) -> tokenizers.Tokenizer:
-  """The run's tokenizer: read, or fitted to code and tasks and written."""
-  if path.exists():
-    return tokenizers.Tokenizer.from_file(str(path))
-
-  def texts() -> Iterator[str]:
-    for document in code.train:
-      yield document.text
-    for i in range(_TOKENIZER_TASKS):
-      task = cfg.tasks.task(i, 'warmup')
-      yield '\n'.join((*task.files.values(), task.instruction))
-
-  fitted = renderer_lib.train_tokenizer(texts(), cfg.model.vocab)
-  part = path.with_suffix('.part')
-  fitted.save(str(part))
-  part.replace(path)
-  return fitted
 
 
 def open_run(
@@ -102,30 +84,37 @@ def open_run(
     decoder: jax.Device,
     stop: Callable[[], bool],
 ) -> Run:
-  """Reads the corpus, fits or reads the tokenizer, opens the metrics.
+  """Opens the sources of text, the tokenizer and the metrics.
 
   Raises:
-    ValueError: no corpus, a loss that returns a wrong shape, or as
-      `plan.check`.
+    ValueError: as `sources.open_texts` and `plan.check`, or a loss that returns
+      a wrong shape.
   """
-  step.check_loss(cfg.loss)
+  stats.check_loss(cfg.loss)
   plan.check(cfg)
-  code = corpus.load(cfg.corpus)
-  tokenizer = _tokenizer(cfg, code, workdir / 'tokenizer.json')
-  renderer = renderer_lib.CompactRenderer(tokenizer)
-  start = tokenizer.token_to_id(renderer_lib.BOS)
+  path = workdir / stored_model.TOKENIZER
+  names: Mapping[str, str] = {}
+  if cfg.base:
+    adopted = base.described(cfg, '')
+    names = adopted.names
+    sources.keep(path, adopted.tokenizer)
+  texts = sources.open_texts(cfg, path, names)
   steps = {
-      phase: _newest(workdir, phase) for phase in ('midtrain', 'warmup', 'rl')
+      name: _newest(workdir, name)
+      for name in (*(phase.name for phase in cfg.phases), 'rl')
   }
   return Run(
       cfg=cfg,
       workdir=workdir,
       mesh=mesh,
       decoder=decoder,
-      renderer=renderer,
-      train=corpus.encode(code.train, tokenizer, start=start),
-      heldout=corpus.encode(code.heldout, tokenizer, start=start),
-      writer=writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']}),
+      model=base.described(cfg, path.read_text(encoding='utf-8')),
+      texts=texts,
+      writer=(
+          writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']})
+          if processes.first()
+          else writer_lib.Silent()
+      ),
       stop=stop,
   )
 
@@ -137,54 +126,23 @@ def _newest(workdir: pathlib.Path, phase: str) -> int:
   return max(steps, default=0)
 
 
-def _sources(run: Run) -> dict[str, midtrain.Source]:
-  """Phase -> its documents: code, then demonstrations mixed with code."""
-  cfg = run.cfg
-  demo_rows = round(cfg.warmup.rows_per_step * cfg.warmup.demo_fraction)
-
-  def shape(phase: config.PhaseConfig, rows: int) -> packing.Shape:
-    return packing.Shape(rows, phase.tokens_per_row, contract.KEY_BLOCK)
-
-  def code(phase: config.PhaseConfig, rows: int) -> midtrain.Source:
-    stream = corpus.Stream(run.train, shape(phase, rows), cfg.seed)
-    return midtrain.Code(stream)
-
-  demos = midtrain.Demos(
-      cfg.tasks, run.renderer, shape(cfg.warmup, demo_rows), cfg.seed
-  )
-  code_rows = cfg.warmup.rows_per_step - demo_rows
-  return {
-      'midtrain': code(cfg.midtrain, cfg.midtrain.rows_per_step),
-      'warmup': midtrain.Mixture(demos, code(cfg.warmup, code_rows)),
-  }
-
-
 def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
-  """Mid-training on code, then the warm-up on format-only demonstrations.
+  """All phases before RL, in order, each from the weights of the one before.
 
   Returns:
-    (state, whether both phases are complete).
+    (state, whether they are complete).
   """
   cfg = run.cfg
-  sources = _sources(run)
-  phases = (
-      ('midtrain', cfg.midtrain, cfg.midtrain_optimizer),
-      ('warmup', cfg.warmup, cfg.warmup_optimizer),
-  )
-  state = step.init_state(
-      cfg.model, cfg.midtrain_optimizer.build(), cfg.seed, run.mesh
-  )
-  for name, phase, optimizer in phases:
+  state = _initial(run)
+  for phase in cfg.phases:
     state, complete = midtrain.run(
-        name,
         phase,
-        sources[name],
+        sources.mixed(cfg, phase, run.texts, lambda: run.renderer),
         state,
         model=cfg.model,
-        optimizer=optimizer,
         mesh=run.mesh,
-        heldout=run.heldout,
-        checkpoints=run.workdir / 'checkpoints' / name,
+        heldout={name: text.heldout for name, text in run.texts.items()},
+        checkpoints=run.workdir / 'checkpoints' / phase.name,
         writer=run.writer,
         stop=run.stop,
     )
@@ -193,13 +151,23 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
   return state, True
 
 
+def _initial(run: Run) -> batch_lib.TrainState:
+  """Of the base or random, without an optimizer: every phase makes its own."""
+  tx, phases = optax.identity(), run.cfg.phases
+  # What the first phase restores anyway is not read.
+  resumed = bool(phases) and _newest(run.workdir, phases[0].name) > 0
+  if run.cfg.base and not resumed:
+    return step.restart(base.weights(run.cfg, run.mesh), tx, run.mesh)
+  return step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
+
+
 def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   """The arrays that RL started from, as they were published."""
-  tx = run.cfg.warmup_optimizer.build()
-  blank = step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
-  saver = checkpoint.Checkpointer(run.workdir / 'checkpoints' / 'warmup')
-  _, state, _ = saver.restore(blank)
-  saver.close()
+  if run.cfg.phases:
+    last = run.cfg.phases[-1].name
+    state = digest.restored(run.cfg, run.workdir, last, run.mesh)
+  else:
+    state = _initial(run)
   return offline.published_arrays(state.params)
 
 
@@ -220,7 +188,7 @@ def reinforcement(
   # The policy that RL started from; a copy, because steps donate their state.
   reference = (
       jax.tree.map(jnp.copy, state.params)
-      if step.needs_reference(cfg.loss)
+      if stats.needs_reference(cfg.loss)
       else None
   )
   state = step.restart(state.params, tx, run.mesh)
@@ -229,8 +197,7 @@ def reinforcement(
   if restored := saver.restore(state):
     _, state, extra = restored
     ledger = ledger_lib.from_json(extra['ledger'])
-  tokenizer = (run.workdir / 'tokenizer.json').read_text()
-  stored_model.write(run.store, stored_model.trained_here(cfg, tokenizer))
+  stored_model.write(run.store, run.model)
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
   version = publisher.resume(
       offline.published_arrays(state.params), len(ledger.steps)
@@ -291,15 +258,21 @@ def load_showcase(workdir: pathlib.Path, at: int) -> list[trace.Trajectory]:
 
 
 def seen(run: Run) -> dict[str, Sequence[int]]:
-  """Task indices that the warm-up and RL have drawn, from their cursors."""
-  used = {}
-  for phase, key in (('warmup', 'cursor'), ('rl', 'ledger')):
-    extra = checkpoint.read_extra(run.workdir / 'checkpoints' / phase)
-    if phase == 'warmup':
-      used['warmup'] = range(extra[key].get('demo', 0))
-    else:
-      used['train'] = ledger_lib.played(ledger_lib.from_json(extra[key]))
-  return used
+  """Task indices that demonstrations and RL have drawn, from their cursors."""
+
+  def extra(phase):
+    return checkpoint.read_extra(run.workdir / 'checkpoints' / phase)
+
+  demos = [
+      extra(phase.name)['cursors']['demos']['chunk']
+      for phase in run.cfg.phases
+      if 'demos' in dict(phase.mix)
+  ]
+  ledger = ledger_lib.from_json(extra('rl')['ledger'])
+  return {
+      'warmup': range(max(demos, default=0)),
+      'train': ledger_lib.played(ledger),
+  }
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -6,6 +6,7 @@ A pure function of the experiment; nothing is allocated or compiled.
 from __future__ import annotations
 
 from collections.abc import Iterable
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,11 +16,12 @@ import jax
 from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
+from composer_jax.model import sharding
 from kernels_triton import contract
 
 
 def check(cfg: config.Experiment) -> None:
-  """Refuses shapes that cannot be cut, too few rows, leases too short.
+  """Refuses what cannot be split or cut, too few rows, leases too short.
 
   Raises:
     ValueError: names the field, its value and what it must be.
@@ -33,12 +35,16 @@ def check(cfg: config.Experiment) -> None:
         ' time of tools and of the slowest judge; a rollout that outlives its'
         ' lease is lost instead of graded'
     )
+  mesh = dataclasses.asdict(cfg.mesh)
+  params_lib.check_split(cfg.model, sharding.RULES, mesh)
   for name, (rows, tokens) in _shapes(cfg).items():
     field = 'rows_per_batch' if name == 'rl' else 'rows_per_step'
-    if rows < 1 or rows % cfg.mesh.data:
+    name = name if name == 'rl' else f'phases.{name}'
+    if rows < 1 or rows % cfg.mesh.row_shards:
       raise ValueError(
           f'{name}.{field}={rows}: must be a positive multiple of'
-          f' mesh.data={cfg.mesh.data}, which splits the rows'
+          f' {cfg.mesh.row_shards}, the parts that {cfg.mesh.text()} splits rows'
+          ' into'
       )
     if tokens < 1 or tokens % contract.KEY_BLOCK:
       raise ValueError(
@@ -94,17 +100,18 @@ def _model(cfg: config.Experiment) -> _Rows:
   yield 'layers', f'{m.layers} of width {m.embed}{dense}, activations {m.dtype}'
   shared = f' and {m.shared_experts} shared' if m.shared_experts else ''
   yield 'experts', f'{m.experts} per layer, {m.top_k} per token{shared}'
-  yield 'mesh', f'data={cfg.mesh.data} devices'
+  yield 'mesh', f'{cfg.mesh.devices} devices, {cfg.mesh.text()}'
   yield 'loss', repr(cfg.loss)
 
 
 def _work(cfg: config.Experiment) -> _Rows:
-  for name in ('midtrain', 'warmup'):
-    p = getattr(cfg, name)
+  for p in cfg.phases:
     tokens = p.rows_per_step * p.tokens_per_row
-    yield name, (
+    total = sum(weight for _, weight in p.mix)
+    mix = ', '.join(f'{weight / total:.0%} {name}' for name, weight in p.mix)
+    yield p.name, (
         f'{p.steps:,} steps x {p.rows_per_step} rows x {p.tokens_per_row}'
-        f' tokens = {p.steps * tokens:,} tokens ({tokens:,} per step)'
+        f' tokens = {p.steps * tokens:,} tokens ({tokens:,} per step): {mix}'
     )
   rl = cfg.rl
   per_step = rl.groups_per_step * rl.rollouts_per_group
@@ -204,11 +211,8 @@ def _programs(cfg: config.Experiment) -> _Rows:
 
 def _shapes(cfg: config.Experiment) -> dict[str, tuple[int, int]]:
   """(rows, tokens per row) that each phase compiles its step for."""
-  return {
-      'midtrain': (cfg.midtrain.rows_per_step, cfg.midtrain.tokens_per_row),
-      'warmup': (cfg.warmup.rows_per_step, cfg.warmup.tokens_per_row),
-      'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row),
-  }
+  phases = {p.name: (p.rows_per_step, p.tokens_per_row) for p in cfg.phases}
+  return phases | {'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row)}
 
 
 def _bytes(tree: Any) -> int:

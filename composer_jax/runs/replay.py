@@ -24,6 +24,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import ledger as ledger_lib
+from composer_jax.learner import stats
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
@@ -215,11 +216,9 @@ def run(
     The first difference, or that there is none.
   """
   tx = cfg.rl_optimizer.build()
-  warm = digest.restored(cfg, workdir, 'warmup', mesh).params
+  warm = digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
   reference = (
-      jax.tree.map(jnp.copy, warm)
-      if step_lib.needs_reference(cfg.loss)
-      else None
+      jax.tree.map(jnp.copy, warm) if stats.needs_reference(cfg.loss) else None
   )
   state = step_lib.restart(warm, tx, mesh)
   weights: dict[int, Weights] = {}

@@ -6,7 +6,7 @@ a run that was killed and resumed sums up like one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def _ends(records, name: str) -> dict[str, float]:
   return {'before': values[0], 'after': values[-1]}
 
 
-def _seconds(records: Records) -> dict[str, float]:
+def _seconds(records: Records, phases: Sequence[str]) -> dict[str, float]:
   """Wall time per stage, from the clock of the records."""
 
   def last(*phases):
@@ -68,7 +68,7 @@ def _seconds(records: Records) -> dict[str, float]:
     return max(ends, default=0.0)
 
   evals = sum(_series(records['eval'], 'time/eval'))
-  pretrained = last('midtrain', 'warmup')
+  pretrained = last(*phases)
   total = last('rl', 'eval')
   return {
       'midtrain': pretrained,
@@ -125,6 +125,7 @@ def build(run: pipeline.Run) -> dict[str, Any]:
   """
   records = read_metrics(run.workdir / 'metrics.jsonl')
   rl, evals = records['rl'], records['eval']
+  phases = [phase.name for phase in run.cfg.phases]
   with _counted(audit_lib.VERSIONS, 'version', 'audit') as ended:
     audit = audit_lib.run(run.cfg, run.workdir, run.store, run.mesh, ended)
   seen = pipeline.seen(run)
@@ -151,7 +152,8 @@ def build(run: pipeline.Run) -> dict[str, Any]:
       'train_reward': _edge(rl, 'reward/mean'),
       'heldout_bits_per_byte': {
           phase: _ends(records[phase], 'bits_per_byte')
-          for phase in ('midtrain', 'warmup')
+          for phase in phases
+          if _series(records[phase], 'bits_per_byte')
       },
       # None if no step had anything to train on: nothing was measured then.
       'mismatch_kl_same_version': max(map(abs, same), default=None),
@@ -169,7 +171,7 @@ def build(run: pipeline.Run) -> dict[str, Any]:
       'lost_rollouts': int(sum(_series(rl, 'lost_rollouts'))),
       'recompilations': int(sum(_series(rl, 'recompilations'))),
       'peak_memory_bytes': _peak_memory(),
-      'seconds': _seconds(records),
+      'seconds': _seconds(records, phases),
       'tokens_per_second': {
           'train': _mean(_series(rl, 'tokens/train_per_second')),
           'decode': _mean(_series(rl, 'tokens/decode_per_second')),

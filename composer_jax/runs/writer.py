@@ -117,7 +117,7 @@ class Writer:
     """Records one step.
 
     Args:
-      phase: 'midtrain', 'warmup', 'rl' or 'eval'.
+      phase: name of a phase before RL, 'rl' or 'eval'.
       step: step of the phase, counted from 1 (0: before the first).
       figures: flat name -> number, or counts per bin (bin i holds value i).
 
@@ -153,6 +153,19 @@ class Writer:
 
   def __exit__(self, *unused) -> None:
     self.close()
+
+
+class Silent(Writer):
+  """Of a process that leaves writing to another one."""
+
+  def __init__(self):
+    self.kept = []
+
+  def write(self, phase, step, figures) -> None:
+    del phase, step, figures
+
+  def close(self) -> None:
+    pass
 
 
 def _histogram(

@@ -22,15 +22,6 @@ def experiment() -> config.Experiment:
       tasks=relay.Relay(),
       # A branch that is right earns 0.15, both are a success.
       rewards=(verify.Verify(fraction_weight=0.3),),
-      midtrain_optimizer=optimizer.AdamW(
-          learning_rate=3e-3, weight_decay=0.01, warmup_steps=20
-      ),
-      warmup_optimizer=optimizer.AdamW(
-          learning_rate=3e-3,
-          weight_decay=0.01,
-          warmup_steps=20,
-          decay_steps=160,
-      ),
       # At twice the rate, or with half the prompts, a seed may settle on one
       # digit for every summary before it has found out which one is wanted.
       rl_optimizer=optimizer.AdamW(learning_rate=5e-4, b2=0.98, clip_norm=0.5),
@@ -46,8 +37,31 @@ def experiment() -> config.Experiment:
       ),
       mesh=config.MeshConfig(data=1),
       corpus=config.CorpusConfig(max_bytes=400_000),
-      midtrain=config.PhaseConfig(20, 16, 128),
-      warmup=config.PhaseConfig(160, 32, 128, demo_fraction=0.9375),
+      phases=(
+          config.PhaseConfig(
+              name='midtrain',
+              optimizer=optimizer.AdamW(
+                  learning_rate=3e-3,
+                  weight_decay=0.01,
+                  schedule=optimizer.Constant(warmup_steps=20),
+              ),
+              steps=20,
+              rows_per_step=16,
+              tokens_per_row=128,
+          ),
+          config.PhaseConfig(
+              name='warmup',
+              optimizer=optimizer.AdamW(
+                  learning_rate=3e-3,
+                  weight_decay=0.01,
+                  schedule=optimizer.Cosine(160, warmup_steps=20),
+              ),
+              steps=160,
+              rows_per_step=32,
+              tokens_per_row=128,
+              mix=(('demos', 15), ('code', 1)),
+          ),
+      ),
       rollout=config.RolloutConfig(
           slots=128, context_tokens=64, prefill_tokens=1024
       ),

@@ -15,18 +15,32 @@ def experiment() -> config.Experiment:
       advantage=advantages.GroupMean(),
       tasks=micro_repair.MicroRepair(),
       rewards=(verify.Verify(),),
-      midtrain_optimizer=optimizer.AdamW(
-          learning_rate=3e-3, weight_decay=0.01, warmup_steps=20
-      ),
-      warmup_optimizer=optimizer.AdamW(
-          learning_rate=2e-3,
-          weight_decay=0.01,
-          warmup_steps=20,
-          decay_steps=240,
-      ),
       rl_optimizer=optimizer.AdamW(learning_rate=4e-4, b2=0.98, clip_norm=0.5),
-      midtrain=config.PhaseConfig(100, 16, 256),
-      warmup=config.PhaseConfig(260, 48, 128, demo_fraction=5 / 6),
+      phases=(
+          config.PhaseConfig(
+              name='midtrain',
+              optimizer=optimizer.AdamW(
+                  learning_rate=3e-3,
+                  weight_decay=0.01,
+                  schedule=optimizer.Constant(warmup_steps=20),
+              ),
+              steps=100,
+              rows_per_step=16,
+              tokens_per_row=256,
+          ),
+          config.PhaseConfig(
+              name='warmup',
+              optimizer=optimizer.AdamW(
+                  learning_rate=2e-3,
+                  weight_decay=0.01,
+                  schedule=optimizer.Cosine(240, warmup_steps=20),
+              ),
+              steps=260,
+              rows_per_step=48,
+              tokens_per_row=128,
+              mix=(('demos', 5), ('code', 1)),
+          ),
+      ),
       rl=config.RlConfig(
           steps=120,
           rows_per_batch=36,

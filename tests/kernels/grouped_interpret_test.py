@@ -93,6 +93,29 @@ class GroupedTest(parameterized.TestCase):
     for a, b in zip(got, want, strict=True):
       cases.check(a, kernel_cases.exact(b))
 
+  def test_absent_experts_are_zero(self):
+    """Rows that no kernel writes are read by no gather."""
+    cases = kernel_cases.Cases('float32')
+    experts = jnp.asarray([[0, 3], [-1, 2], [5, -2]], jnp.int32)
+    args = (
+        cases.normal(3, 16),
+        cases.normal(3, 2),
+        cases.normal(2, 16, 48),
+        cases.normal(2, 24, 16),
+    )
+
+    def run(implementation):
+      f = lambda x, gates, w_in, w_out: grouped.expert_choices(
+          x, gates, experts, w_in, w_out, implementation=implementation
+      )
+      y, vjp = jax.vjp(f, *args)
+      return y, *vjp(jnp.ones_like(y))
+
+    got, want = jax.jit(run, static_argnums=0)('interpret'), run('reference')
+    self.assertFalse(np.asarray(got[0]).reshape(6, 16)[1:].any())
+    for a, b in zip(got, want, strict=True):
+      cases.check(a, kernel_cases.exact(b))
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -20,7 +20,8 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import micro_repair
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
@@ -54,9 +55,9 @@ class _Toy:
     self._grader = grading.Grader(_SOURCE, pools[1])
     self._random = random.Random(seed)
     task = _SOURCE.task(0, 'train')
-    texts = [json_renderer._HELP, task.files['f.py']]
+    texts = [str(chat_renderer.SCHEMAS), task.files['f.py']]
     tokenizer = renderer_lib.train_tokenizer(texts, 400)
-    self._renderer = json_renderer.JsonRenderer(tokenizer)
+    self._renderer = chat_renderer.ChatRenderer(chat.compact(tokenizer))
 
   async def _rollout(self, task, knows, breaks):
     old, gold = task.files['f.py'], _SOURCE.solution(task)

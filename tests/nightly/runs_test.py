@@ -299,7 +299,12 @@ class LongRunTest(absltest.TestCase):
     self.folder = pathlib.Path(self.create_tempdir().full_path)
 
   def test_shipped_experiment_is_bit_equal_in_fresh_processes(self):
-    edits = (*_SYNC, 'midtrain.steps=10', 'warmup.steps=120', 'rl.steps=4')
+    edits = (
+        *_SYNC,
+        'phases.midtrain.steps=10',
+        'phases.warmup.steps=120',
+        'rl.steps=4',
+    )
     found = []
     for name in 'ab':
       done = small_run.run('rl', self.folder / name, *edits, config='tiny')

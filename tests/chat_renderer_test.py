@@ -1,4 +1,4 @@
-"""Repository tools in JSON: what is written is read, mistakes are answered."""
+"""Tasks in chats: what is written is read, mistakes are answered."""
 
 import asyncio
 import dataclasses
@@ -6,17 +6,20 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
+from tests import chat_test
 from tests import sampled_policy
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.agents import chat
+from composer_jax.agents import chat_renderer
 from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import json_renderer
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
 from composer_jax.agents import tools
+from composer_jax.agents import windows
 
 _FILES = {
     'sol.py': 'import helper\n\ndef double(x):\n  return helper.add(x, x)\n',
@@ -39,12 +42,15 @@ _TASK = tasks.Task(
 
 @functools.cache
 def _renderer():
-  texts = [*_FILES.values(), json_renderer._HELP] * 20
-  return json_renderer.JsonRenderer(renderer_lib.train_tokenizer(texts, 600))
+  """For models that were trained here."""
+  texts = [*_FILES.values(), str(chat_renderer.SCHEMAS)] * 20
+  tokenizer = renderer_lib.train_tokenizer(texts, 600)
+  return chat_renderer.ChatRenderer(chat.compact(tokenizer))
 
 
-def _text(ids):
-  return _renderer()._tokenizer.decode(list(ids), skip_special_tokens=True)
+@functools.cache
+def _published(template):
+  return chat_renderer.ChatRenderer(chat_test.chat_format(template))
 
 
 class ToolsTest(parameterized.TestCase):
@@ -87,42 +93,98 @@ class ToolsTest(parameterized.TestCase):
 
 class RendererTest(parameterized.TestCase):
 
-  @parameterized.parameters(
-      tools.Read('a.py', 2, 9),
-      tools.Search('é "quoted" \\ <|end|>'),
-      tools.Replace('a.py', 'x\n  y', 'z\n'),
-      tools.Ask('why'),
-      tools.Run(),
-      tools.Done(),
+  @parameterized.product(
+      call=(
+          tools.Read('a.py', 2, 9),
+          tools.Search('é "quoted" \\ <|im_end|>'),
+          tools.Edit(3, '+=', '-='),
+          tools.Replace('a.py', 'x\n  y', 'z\n'),
+          tools.Ask('why'),
+          tools.Run(),
+          tools.Done(),
+      ),
+      template=(None, chat_test.QWEN, chat_test.KIMI, chat_test.THINKING),
   )
-  def test_round_trip(self, call):
-    ids = _renderer().encode_turn([call])
-    self.assertEqual(_renderer().parse(ids), [call])
+  def test_round_trip(self, call, template):
+    renderer = _published(template) if template else _renderer()
+    ids = renderer.encode_turn([tools.Run(), call])
+    self.assertEqual(renderer.parse(ids), [tools.Run(), call])
+    self.assertIn(ids[-1], renderer.stop_ids)
 
   @parameterized.parameters(
-      ('{"tool": "read"}', 'an argument is missing'),
-      ('{"tool": "read", "path": 3}', '"path" must be str'),
-      ('{"tool": "read", "path": "a", "first": true}', '"first" must be int'),
-      ('{"tool": "run", "x": 1}', 'unknown argument "x"'),
-      ('{"tool": "rm"}', '"tool" must be one of'),
-      ('[]', '"tool" must be one of'),
-      ('{"tool": ["read"]}', '"tool" must be one of'),
-      ('run', 'no JSON'),
-      ('[' * 5000, 'no JSON'),
-      ('{"tool": "done"}\n{"tool": "run"}', 'call after done'),
-      ('\n', 'no tool call'),
+      ('read', '{}', 'an argument is missing'),
+      ('read', '{"path": 3}', '"path" must be str'),
+      ('read', '{"path": "a", "first": true}', '"first" must be int'),
+      ('run', '{"x": 1}', 'unknown argument "x"'),
+      ('rm', '{}', 'no tool "rm"; have edit, read, '),
+      ('run', '[]', 'no tool call'),
+      ('run', '[' * 5000, 'no tool call'),
   )
-  def test_mistakes_become_text(self, text, want):
-    ids = [*_renderer()._encode(text), *_renderer().stop_ids]
+  def test_mistakes_become_text(self, name, arguments, want):
+    text = f'{{"name": "{name}", "arguments": {arguments}}}'
+    ids = _renderer().encode_summary(f'<tool_call>{text}</tool_call>')
     with self.assertRaisesRegex(tools.ParseError, want):
       _renderer().parse(ids)
     with self.assertRaisesRegex(tools.ParseError, 'turn has no end'):
       _renderer().parse(ids[:-1])
 
+  def test_nothing_follows_done(self):
+    ids = _renderer().encode_turn([tools.Done(), tools.Run()])
+    with self.assertRaisesRegex(tools.ParseError, 'call after done'):
+      _renderer().parse(ids)
+    with self.assertRaisesRegex(tools.ParseError, 'no tool call'):
+      _renderer().parse(_renderer().encode_summary('run'))
+
   def test_files_cannot_spell_structure(self):
     ids = _renderer().encode_task(_TASK)
-    self.assertEqual(ids.count(_renderer()._ids['<|end|>']), 0)
-    self.assertIn('- helper.py, 3 lines', _text(ids))
+    self.assertNoCommonElements(ids, _renderer().stop_ids)
+    self.assertIn('- helper.py, 3 lines', _renderer().text(ids))
+
+  @parameterized.parameters(chat_test.QWEN, chat_test.KIMI)
+  def test_an_episode_is_one_conversation(self, template):
+    # Prompt, turn and observation, rendered apart, are the whole rendered at
+    # once, except for what a template puts between earlier turns.
+    renderer, form = _published(template), chat_test.chat_format(template)
+    turn = renderer.encode_turn([tools.Run()])
+    ids = [
+        *renderer.encode_task(_TASK),
+        *turn,
+        *renderer.encode_observation('1 of 1 tests fail'),
+    ]
+    call = {'name': 'run', 'arguments': '{}'}
+    said = [
+        {'role': 'user', 'content': chat_renderer._problem(_TASK, _FILES)},
+        {
+            'role': 'assistant',
+            'content': '',
+            'tool_calls': [
+                {'id': 'functions.run:0', 'type': 'function', 'function': call}
+            ],
+        },
+        {
+            'role': 'tool',
+            'content': '1 of 1 tests fail',
+            'tool_call_id': 'functions.run:0',
+        },
+    ]
+    self.assertEqual(ids, form.prompt(said, chat_renderer.SCHEMAS))
+
+  def test_a_summary_goes_on_as_the_ids_that_were_sampled(self):
+    for template in (chat_test.QWEN, chat_test.KIMI):
+      renderer = _published(template)
+      split = [renderer.encode_summary(c)[0] for c in 'tool']
+      self.assertNotEqual(split, renderer.encode_summary('tool')[:-1])
+      ids = renderer.encode_resumed(
+          _TASK, [*split, *renderer.stop_ids], windows.State(_FILES, 2, 1)
+      )
+      self.assertIn(str(split)[1:-1], str(ids))
+      self.assertIn(
+          'Your summary:\ntool\nSummaries so far: 1', renderer.text(ids)
+      )
+
+  def test_a_template_without_tools_is_refused(self):
+    with self.assertRaisesRegex(ValueError, 'shows no tools'):
+      chat_renderer.ChatRenderer(chat_test.chat_format(chat_test.LLAMA))
 
 
 class EpisodeTest(absltest.TestCase):
@@ -160,7 +222,7 @@ class EpisodeTest(absltest.TestCase):
     episode, grade = asyncio.run(main())
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
     self.assertTrue(grade.solved)
-    shown = _text(episode.segments[0].tokens)
+    shown = _renderer().text(episode.segments[0].tokens)
     self.assertIn('1 of 1 tests fail\ntest_sol.T.test_d: AssertionError', shown)
     self.assertIn('sol.py:4:   return helper.add(x, x)', shown)
     self.assertIn('2   return a - b', shown)

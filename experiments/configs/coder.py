@@ -1,0 +1,63 @@
+"""A published model on repository tasks, in its own chat format.
+
+  python3 -m experiments.build_tasks --out=TASKS
+  python3 -m experiments.rl --config=coder --workdir=DIR
+      --set=base=MODEL --set=tasks.path=TASKS
+
+MODEL is a folder as on the Hugging Face hub, with a chat template that shows
+tools. Sized for one accelerator and a model of a few billion parameters; there
+is no next-token phase before RL unless `phases` names one.
+"""
+
+from composer_jax import config
+from composer_jax.agents import harbor
+from composer_jax.learner import advantages
+from composer_jax.learner import losses
+from composer_jax.learner import optimizer
+from composer_jax.rewards import verify
+
+
+def experiment() -> config.Experiment:
+  window = 16_384
+  return config.Experiment(
+      name='coder',
+      base='model',
+      loss=losses.DppoTv(),
+      advantage=advantages.GroupMean(),
+      tasks=harbor.Directory('tasks'),
+      rewards=(verify.Verify(),),
+      phases=(),
+      rl_optimizer=optimizer.AdamW(
+          learning_rate=1e-6,
+          b2=0.98,
+          schedule=optimizer.Constant(warmup_steps=5),
+      ),
+      model=config.ModelConfig(dtype='bfloat16', remat=True),
+      mesh=config.MeshConfig(data=1),
+      rollout=config.RolloutConfig(
+          slots=64,
+          context_tokens=window,
+          prefill_tokens=8192,
+          cache_tokens=64 * 8192,
+      ),
+      harness=config.HarnessConfig(
+          max_turns=24,
+          max_turn_tokens=1024,
+          max_context_tokens=window,
+          tool_output_bytes=8000,
+          tool_seconds=20.0,
+      ),
+      rl=config.RlConfig(
+          steps=200,
+          groups_per_step=16,
+          rollouts_per_group=16,
+          rows_per_batch=4,
+          tokens_per_row=window,
+          norm_tokens=4096,
+          lease_seconds=1800.0,
+          workers=128,
+          checkpoint_every_steps=10,
+          eval_every_steps=20,
+      ),
+      evaluation=config.EvalConfig(tasks=64),
+  )

@@ -1,0 +1,191 @@
+"""Any mesh trains like a single device, with a part of the model on each."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax import config
+from composer_jax.learner import losses
+from composer_jax.learner import step
+from composer_jax.model import params as params_lib
+from composer_jax.runs import offline
+from composer_jax.weights import checkpoint
+from tests import mesh_cases
+
+# (data, fsdp, expert, tensor)
+_FOUR = ((1, 2, 2, 1), (1, 1, 2, 2))
+_EIGHT = ((2, 2, 2, 1), (1, 2, 2, 2))
+
+
+class MeshTest(parameterized.TestCase):
+
+  @parameterized.parameters(*_FOUR)
+  def test_gradients_are_those_of_one_device(self, *axes):
+    mesh_cases.check(config.MeshConfig(*axes))
+
+  def test_latent_attention_and_dense_layers_too(self):
+    mesh_cases.check_latent(config.MeshConfig(1, 2, 1, 2))
+
+  @parameterized.product(axes=_FOUR, name=tuple(mesh_cases.OPTIMIZERS))
+  def test_update_is_that_of_one_device(self, axes, name):
+    mesh_cases.check_update(config.MeshConfig(*axes), name)
+
+  def test_eight_devices(self):
+    cache = jax.config.jax_compilation_cache_dir
+    done = subprocess.run(
+        [sys.executable, __file__, 'eight', cache],
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+        capture_output=True,
+        text=True,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+
+
+class ShardsTest(parameterized.TestCase):
+
+  @parameterized.parameters((4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1))
+  def test_a_device_holds_its_part(self, fsdp, expert, tensor):
+    """Of parameters and of both moments; also in what is restored."""
+    mesh = step.make_mesh(config.MeshConfig(1, fsdp, expert, tensor))
+    tx = mesh_cases.optimizer_of('adamw')
+    state = step.init_state(mesh_cases.CFG, tx, 0, mesh)
+    sizes = {
+        name: (x.size, x.addressable_shards[0].data.size)
+        for name, x in params_lib.names(state.params).items()
+    }
+    whole, part = sizes['layers/moe/w_in']
+    self.assertEqual(whole, part * fsdp * expert * tensor)
+    whole, part = sizes['layers/attention/wq']
+    self.assertEqual(whole, part * fsdp * tensor)
+    whole, part = sizes['embedding']
+    self.assertEqual(whole, part * fsdp)
+    held = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)
+    )
+    moments, counters = 2, 3
+    parts = sum(part for _, part in sizes.values())
+    self.assertEqual(held, 4 * ((1 + moments) * parts + counters))
+    abstract = step.abstract_state(mesh_cases.CFG, tx, mesh)
+    jax.tree.map(
+        lambda x, y: self.assertEqual(
+            (x.shape, x.dtype, x.sharding), (y.shape, y.dtype, y.sharding)
+        ),
+        state,
+        abstract,
+    )
+
+  def test_collectives(self):
+    """What the compiled step moves, and that it takes and returns parts."""
+    kinds = r'all-reduce|all-gather|reduce-scatter|all-to-all'
+    found, sizes = {}, {}
+    for axes in ((4,), (1, 4), (1, 1, 4)):
+      compiled = _compiled(config.MeshConfig(*axes))
+      text = compiled.as_text()
+      found[axes] = set(re.findall(rf' ({kinds})[-a-z]*\(', text))
+      sizes[axes] = compiled.memory_analysis().argument_size_in_bytes
+    self.assertNotIn('reduce-scatter', found[4,])
+    self.assertLessEqual({'all-gather', 'reduce-scatter'}, found[1, 4])
+    self.assertLessEqual({'all-gather', 'reduce-scatter'}, found[1, 1, 4])
+    self.assertLess(3 * sizes[1, 4], sizes[4,])
+
+  def test_a_layer_computed_again_is_not_kept(self):
+    batch = mesh_cases.batch()
+    args = mesh_cases.masters(), batch, jnp.float32(100.0)
+    programs = [
+        _compiled(mesh_cases.ONE, dataclasses.replace(mesh_cases.CFG, remat=x))
+        for x in (False, True)
+    ]
+    (want, _), (got, _) = (f(*args) for f in programs)
+    mesh_cases.all_near(params_lib.names(got), params_lib.names(want))
+    kept, again = (f.memory_analysis().temp_size_in_bytes for f in programs)
+    width = 4 * mesh_cases.CFG.embed * batch.tokens.size
+    self.assertGreater(kept - again, 10 * width)
+
+
+def _compiled(mesh, cfg=mesh_cases.CFG):
+  mesh = step.make_mesh(mesh)
+  tx = mesh_cases.optimizer_of('adamw')
+  return step.gradients.lower(
+      step.abstract_state(cfg, tx, mesh).params,
+      mesh_cases.batch(),
+      jnp.float32(1.0),
+      cfg=cfg,
+      loss=losses.NextToken(),
+      mesh=mesh,
+  ).compile()
+
+
+class StoredTest(parameterized.TestCase):
+
+  def test_a_checkpoint_is_restored_on_any_mesh(self):
+    tx = mesh_cases.optimizer_of('adamw')
+    saved = mesh_cases.updated(config.MeshConfig(2, 1, 2), 'adamw')
+    want = [np.asarray(x).tobytes() for x in jax.tree.leaves(saved)]
+    folder = self.create_tempdir().full_path
+    saver = checkpoint.Checkpointer(folder)
+    saver.save(1, saved, {})
+    for axes in ((1, 4), (1, 1, 1, 2), (1,), (2, 1, 2)):
+      mesh = step.make_mesh(config.MeshConfig(*axes))
+      abstract = step.abstract_state(mesh_cases.CFG, tx, mesh)
+      _, state, _ = saver.restore(abstract)
+      got = [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+      self.assertEqual(got, want)
+      jax.tree.map(
+          lambda x, y: self.assertEqual(x.sharding, y.sharding), state, abstract
+      )
+    saver.close()
+
+  def test_published_arrays_are_whole(self):
+    one, four = (
+        offline.published_arrays(
+            step.init_state(
+                mesh_cases.CFG,
+                mesh_cases.optimizer_of('adamw'),
+                0,
+                step.make_mesh(cfg),
+            ).params
+        )
+        for cfg in (mesh_cases.ONE, config.MeshConfig(1, 2, 2))
+    )
+    for name, x in one.items():
+      self.assertEqual(x.tobytes(), four[name].tobytes(), name)
+
+
+class RefusedTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (dict(data=8), 'mesh.data=8: only 4'),
+      (dict(fsdp=4, expert=2), 'mesh.data=2 x mesh.fsdp=4 x mesh.expert=2: on'),
+      (dict(data=0), 'MeshConfig.data=0: must be at least 1'),
+      (dict(data=1, expert=3), r'mesh.expert=3: must divide experts=4'),
+      (dict(data=1, fsdp=3), r'mesh.fsdp=3: must divide embed=32'),
+      (dict(data=1, tensor=3), r'mesh.tensor=3: must divide q_heads=4'),
+      (dict(data=1, tensor=4), r'mesh.tensor=4: must divide kv_heads=2'),
+  )
+  def test_one_line(self, axes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      mesh = step.make_mesh(config.MeshConfig(**axes))
+      step.init_state(mesh_cases.CFG, mesh_cases.optimizer_of('adamw'), 0, mesh)
+
+
+def _eight(cache):
+  jax.config.update('jax_num_cpu_devices', 8)
+  jax.config.update('jax_compilation_cache_dir', cache)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  for axes in _EIGHT:
+    mesh_cases.check(config.MeshConfig(*axes))
+
+
+if __name__ == '__main__':
+  if sys.argv[1:2] == ['eight']:
+    _eight(sys.argv[2])
+  else:
+    absltest.main()
