@@ -1,6 +1,7 @@
 """A host goes on with its old weights until the store can be read again."""
 
 import asyncio
+import dataclasses
 import pathlib
 
 from absl.testing import absltest
@@ -9,6 +10,8 @@ import ml_dtypes
 import numpy as np
 from tests import small_config
 
+from composer_jax import config
+from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from composer_jax.runs import feed
 from composer_jax.weights import follow
@@ -67,6 +70,23 @@ class WeightFeedTest(absltest.TestCase):
     self.assertEqual(version.step, 1)
     want = _named(1)['embedding'].astype(np.float32)
     np.testing.assert_array_equal(params.embedding, want)
+
+  def test_a_bias_that_chooses_keeps_its_f32_through_deltas(self):
+    cfg = dataclasses.replace(small_config.experiment().model, router='sigmoid')
+    params = params_lib.init(cfg, jax.random.key(0))
+    url = f'{self.url}sigmoid/'
+    publisher = publish.Publisher(url, config.WeightsConfig(), 'a')
+    for version in range(2):
+      moe = params.layers.moe
+      moe = moe.replace(bias=moe.bias + 0.1234567, w_in=moe.w_in * 1.01)
+      params = params.replace(layers=params.layers.replace(moe=moe))
+      named = params_lib.names(params_lib.publish_dtype(params))
+      publisher.publish(version, jax.tree.map(np.asarray, named))
+      got = params_lib.names(feed.decode_params(feed.fetch(url)[1]))
+      # What the trainer computes with.
+      for name, want in params_lib.names(step.rounded(params)).items():
+        np.testing.assert_array_equal(got[name], want, name)
+      np.testing.assert_array_equal(got['layers/moe/bias'], moe.bias)
 
   def test_a_wait_fails_by_name_when_it_lasts(self):
     _, manifest, latest, after = self._publish_out_of_reach()
