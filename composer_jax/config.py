@@ -67,6 +67,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
   remat: bool = False  # computes a layer again for its gradient, keeps less
+  mtp_layers: int = 0  # tokens after the next one that training predicts too
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 
   def __post_init__(self):
@@ -107,6 +108,7 @@ class ModelConfig:
         'replay_threshold',
         'must be in [0, 1]',
     )
+    _require(self.mtp_layers >= 0, self, 'mtp_layers', 'must be at least 0')
     self._check_layers()
     self._check_attention()
     _require(
@@ -193,6 +195,7 @@ class ModelConfig:
         shared_gate=False,
         dense_layers=0,
         dense_ffn=0,
+        mtp_layers=0,
         expert_groups=1,
         top_groups=1,
     )
@@ -271,6 +274,24 @@ class Balancing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mtp:
+  """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+  Attributes:
+    weight: of its loss, the mean over `ModelConfig.mtp_layers`.
+    distill: what it learns. False: the tokens, and the main model with it, as
+      published. True: the main head's distributions, and the main model learns
+      nothing from it.
+  """
+
+  weight: float = 0.0
+  distill: bool = False
+
+  def __post_init__(self):
+    _require(self.weight >= 0, self, 'weight', 'must be >= 0')
+
+
+@dataclasses.dataclass(frozen=True)
 class PhaseConfig:
   """Next-token training on packed rows, before RL.
 
@@ -284,6 +305,7 @@ class PhaseConfig:
       sources are 'code' (`Experiment.corpus`), 'demos' (format-only episodes of
       `Experiment.tasks`) and the names of `Experiment.shards`.
     balancing: of the router.
+    mtp: loss of further tokens.
     eval_every_steps: between measurements on held-out documents; None measures
       before the first step and after the last one only.
   """
@@ -295,6 +317,7 @@ class PhaseConfig:
   tokens_per_row: int
   mix: tuple[tuple[str, float], ...] = (('code', 1.0),)
   balancing: Balancing = Balancing(aux=0.01)
+  mtp: Mtp = Mtp()
   eval_every_steps: int | None = None
 
   def __post_init__(self):
@@ -430,6 +453,9 @@ class Experiment:
   rl_optimizer: Any
   phases: tuple[PhaseConfig, ...]
   seed: int = 0
+  # Folder of a published model to start from: its sizes take the place of
+  # `model`, its tokenizer that of one that is fitted.
+  base: str | None = None
   model: ModelConfig = ModelConfig()
   mesh: MeshConfig = MeshConfig()
   corpus: CorpusConfig = CorpusConfig()
@@ -462,6 +488,11 @@ class Experiment:
         raise ValueError(
             f'phases.{phase.name}.mix: no source {min(unknown)!r}; have'
             f' {sources}'
+        )
+      if phase.mtp.weight and not self.model.mtp_layers:
+        raise ValueError(
+            f'phases.{phase.name}.mtp.weight={phase.mtp.weight}: needs'
+            ' model.mtp_layers above 0'
         )
       if phase.balancing.bias_speed and self.model.router != 'sigmoid':
         raise ValueError(

@@ -140,9 +140,8 @@ def _print(text: str) -> None:
 
 def _tasks(stored):
   """(experiment, renderer) of the run, or None if it is not on this disk."""
-  from composer_jax.agents import renderer
+  from composer_jax.runs import base
   from composer_jax.runs import manifest
-  import tokenizers
 
   chosen = absl_flags.FLAGS.workdir
   workdir = pathlib.Path(chosen or pathlib.Path(absl_flags.FLAGS.store).parent)
@@ -151,8 +150,7 @@ def _tasks(stored):
       raise ValueError(f'--workdir={chosen}: there is no run of composer_jax')
     return None
   cfg = flags.stored_experiment(workdir)
-  tokenizer = tokenizers.Tokenizer.from_str(stored.tokenizer)
-  return cfg, renderer.CompactRenderer(tokenizer)
+  return cfg, base.renderer(cfg, stored)
 
 
 def main() -> int:

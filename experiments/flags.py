@@ -38,6 +38,7 @@ from absl import flags
 from composer_jax import config
 from composer_jax import config_text
 from composer_jax.runs import manifest
+from experiments import job
 
 USAGE_EXIT_CODE = 2
 INTERRUPT_EXIT_CODE = 130
@@ -119,6 +120,17 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     print(f'\n{program}: aborted', file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(INTERRUPT_EXIT_CODE)  # Worker threads must not hold it up.
+  except Exception as e:
+    if not job.joined():
+      raise
+    if flags.FLAGS.traceback or not job.is_loss(e):
+      traceback.print_exc()
+    if job.is_loss(e):
+      print(f'{program}: error: {job.loss()} ({e})', file=sys.stderr)
+    code = 1
+  if code and job.joined():
+    sys.stdout.flush()
+    os._exit(code)  # jax would wait for the others, who wait for this one.
   sys.exit(code)
 
 
@@ -142,11 +154,30 @@ def command() -> str:
 
 
 def experiment() -> config.Experiment:
-  """Returns what --config, --set and --seed describe."""
+  """Returns what --config, --set and --seed describe.
+
+  Raises:
+    ValueError: a mistake in one of them, or the base does not exist.
+  """
   edits = list(flags.FLAGS['set'].value)
   if flags.FLAGS.seed is not None:
     edits.append(f'seed={flags.FLAGS.seed}')
-  return config_text.override(load(flags.FLAGS.config), *edits)
+  cfg = config_text.override(load(flags.FLAGS.config), *edits)
+  if cfg.base is None:
+    return cfg
+  from composer_jax.runs import base  # which needs jax, as few commands do
+
+  for text in edits:
+    name = text.partition('=')[0]
+    if (
+        name.startswith('model.')
+        and name.removeprefix('model.') not in base.HOW
+    ):
+      raise ValueError(
+          f'--set={text}: the base decides it; of the model, only'
+          f' {", ".join(base.HOW)} can be set'
+      )
+  return base.adopt(cfg)
 
 
 def load(name: str) -> config.Experiment:
@@ -232,7 +263,7 @@ def workdir() -> pathlib.Path:
 
 
 def existing_workdir() -> pathlib.Path:
-  """Returns --workdir for a binary that only reads a run."""
+  """Returns --workdir for a process that writes nothing of its own into it."""
   path = pathlib.Path(flags.FLAGS.workdir)
   if not manifest.is_run(path):
     raise ValueError(f'--workdir={path}: there is no run of composer_jax')

@@ -7,6 +7,7 @@ import os
 
 from absl import flags as absl_flags
 from experiments import flags
+from experiments import job
 
 
 def define() -> None:
@@ -23,11 +24,12 @@ def define() -> None:
   )
 
 
-def main(work: Callable[..., bool]) -> int:
+def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
   """Resolves the config, opens the work directory and runs `work`.
 
   Args:
     work: called with a `pipeline.Run`; False if it stopped before its end.
+    join: joins the job of several processes that `work` runs in.
 
   Returns:
     Exit code: 0, also after a Ctrl-C that was handled.
@@ -38,7 +40,9 @@ def main(work: Callable[..., bool]) -> int:
 
     print(plan.text(cfg))
     return 0
-  workdir = flags.workdir()
+  processes = join()
+  with job.in_turn('workdir'):
+    workdir = flags.workdir() if job.first() else None
 
   # Not before: --help and a mistyped flag need not wait for jax.
   from composer_jax.learner import step
@@ -48,25 +52,32 @@ def main(work: Callable[..., bool]) -> int:
   from kernels_triton import contract
   from kernels_triton import launch as kernels
 
-  devices = machine.setup_devices(cfg, absl_flags.FLAGS.compilation_cache)
+  devices = machine.setup_devices(
+      cfg, absl_flags.FLAGS.compilation_cache, processes
+  )
   facts = manifest.build(
       cfg,
       devices=[*devices.train, devices.rollout],
+      processes=processes,
       contract=contract.constants() | kernels.facts(cfg.model.kernels),
       xla_flags=os.environ.get('XLA_FLAGS', ''),
       command=flags.command(),
   )
   accept = absl_flags.FLAGS.accept_numeric_change
-  for change in manifest.begin(workdir, cfg, facts, accept=accept):
-    print(f'since this run was last started: {change}')
   with machine.Interrupt() as stop:
-    run = pipeline.open_run(
-        cfg,
-        workdir,
-        mesh=step.make_mesh(cfg.mesh),
-        decoder=devices.rollout,
-        stop=stop,
-    )
+    with job.in_turn('run'):
+      if workdir is None:
+        workdir = flags.existing_workdir()
+      else:
+        for change in manifest.begin(workdir, cfg, facts, accept=accept):
+          print(f'since this run was last started: {change}')
+      run = pipeline.open_run(
+          cfg,
+          workdir,
+          mesh=step.make_mesh(cfg.mesh),
+          decoder=devices.rollout,
+          stop=stop,
+      )
     try:
       complete = work(run)
     finally:

@@ -23,31 +23,36 @@ _STOPPING = 'stopping after this step; once more to abort without saving'
 class Devices(typing.NamedTuple):
   """Which device does what."""
 
-  train: list[jax.Device]  # the mesh: MeshConfig.devices of them
+  train: list[jax.Device]  # the mesh, of all processes
   rollout: jax.Device  # decodes; apart from the mesh if there are enough
 
 
-def setup_devices(cfg: config.Experiment, cache: str | None = None) -> Devices:
+def setup_devices(
+    cfg: config.Experiment, cache: str | None = None, processes: int = 1
+) -> Devices:
   """Starts jax: host devices, compilation cache, and the mesh check.
 
   On a CPU the process gets one host device per position of the mesh and one
   more for decoding, so that the two overlap; JAX_NUM_CPU_DEVICES overrules it.
-  Call it before anything makes an array.
+  Call it before anything makes an array. Several processes make up the mesh in
+  equal parts, and none decodes.
 
   Args:
     cfg: the resolved experiment.
     cache: directory of compiled programs; '' for none, None for the default.
+    processes: of the job (`experiments.job`).
 
   Raises:
-    ValueError: the mesh needs more devices than there are.
+    ValueError: the mesh needs more devices than there are, or leaves some of
+      a job of several processes without work.
   """
   want = cfg.mesh.devices
+  decoders = 0
   if jax.config.jax_num_cpu_devices < 0:
     most = max(_MAX_HOST_DEVICES, os.cpu_count() or 1)
-    jax.config.update('jax_num_cpu_devices', min(want, most) + 1)
-    decoders = 1
-  else:
-    decoders = 0
+    decoders = int(processes == 1)
+    here = min(-(-want // processes), most) + decoders
+    jax.config.update('jax_num_cpu_devices', here)
   setup_cache(cache)
   devices = jax.devices()
   kind = devices[0].platform
@@ -57,6 +62,14 @@ def setup_devices(cfg: config.Experiment, cache: str | None = None) -> Devices:
         f'{cfg.mesh.text()}: only {mesh_devices} {kind} devices here; use'
         f' --set=mesh.data={mesh_devices} or less'
     )
+  if processes > 1 and want != len(devices):
+    raise ValueError(
+        f'{cfg.mesh.text()}: {processes} processes have {len(devices)} {kind}'
+        f' devices together, and each must be in the mesh; set one of'
+        f' {len(devices)} devices'
+    )
+  if processes > 1:
+    return Devices(devices, jax.local_devices()[0])
   return Devices(devices[:want], devices[min(want, len(devices) - 1)])
 
 

@@ -1,13 +1,16 @@
 """Next-token phases only: code, then format-only demonstrations.
 
   python3 -m experiments.midtrain --workdir=DIR [--set=corpus.path=CODE_DIR]
+      [--coordinator=HOST:PORT --processes=N --process=I]
 
 Trains on the standard library of the running interpreter, or on any directory
 of code; reports bits per byte on held-out files. The same command continues a
 run that was stopped or killed; experiments.rl takes the directory from here.
+Several processes, one for each I below N, train as one (`experiments.job`).
 """
 
 from experiments import flags
+from experiments import job
 from experiments import launch
 
 
@@ -19,9 +22,10 @@ def _work(run) -> bool:
 
 
 def main() -> int:
-  return launch.main(_work)
+  return launch.main(_work, job.join)
 
 
 if __name__ == '__main__':
   launch.define()
+  job.define()
   flags.run(main)

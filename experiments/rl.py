@@ -8,6 +8,7 @@ and none is skipped.
 """
 
 from experiments import flags
+from experiments import job
 from experiments import launch
 
 
@@ -21,9 +22,14 @@ def _work(run) -> bool:
 
 
 def main() -> int:
+  job.refuse(
+      'reinforcement learning has one trainer process; give that one the whole'
+      ' mesh, and add machines that decode with experiments.rollout_host'
+  )
   return launch.main(_work)
 
 
 if __name__ == '__main__':
   launch.define()
+  job.define()
   flags.run(main)

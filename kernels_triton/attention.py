@@ -288,9 +288,9 @@ _kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _kernel_paged(*args):
-  from kernels_triton import attention_kernel  # needs triton
+  from kernels_triton import attention_paged_kernel  # needs triton
 
-  return attention_kernel.paged(*args)
+  return attention_paged_kernel.paged(*args)
 
 
 def _paged(q, k_pages, v_pages, table, positions, width):

@@ -20,6 +20,12 @@ KEY_CONFIGS = {
     ('float32', 90): launch.Config({'ROWS': 16, 'KEYS': 16}, 4, 1),
     ('bfloat16', 90): launch.Config({'ROWS': 64, 'KEYS': 64}, 8, 2),
 }
+WIDE_QUERY_CONFIGS = {
+    ('bfloat16', 90): launch.Config({'ROWS': 32, 'KEYS': 32}, 8, 1),
+}
+WIDE_KEY_CONFIGS = {
+    ('bfloat16', 90): launch.Config({'ROWS': 16, 'KEYS': 16}, 8, 1),
+}
 
 
 @triton.jit
@@ -36,8 +42,11 @@ def backward_q_kernel(
     delta,
     M: tl.constexpr,
     G: tl.constexpr,
-    H: tl.constexpr,
-    BH: tl.constexpr,
+    SHARE: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -51,28 +60,41 @@ def backward_q_kernel(
   end = first + TOKENS
   start = tl.load(starts + b * (tokens_per_row // TOKENS) + tile)
   r = tl.arange(0, ROWS)
-  d = tl.arange(0, BH)
+  d = tl.arange(0, BV)
+  tail = tl.arange(0, BW)
   token = first + r // G
   live = r < TOKENS * G
   row = (b * tokens_per_row + token) * (M * G) + m * G + r % G
-  x = kernel.load_rows(q, row, live, d, H)
-  gx = kernel.load_rows(g, row, live, d, H)
+  x = kernel.load_rows(q, row, live, d, V, V + W)
+  x_tail = x
+  if W > 0:
+    x_tail = kernel.load_rows(q + V, row, live, tail, W, V + W)
+  gx = kernel.load_rows(g, row, live, d, V, V)
   norm = tl.load(lse + row, mask=live, other=0.0)
-  dx = tl.sum(gx * kernel.load_rows(out, row, live, d, H), 1)
+  dx = tl.sum(gx * kernel.load_rows(out, row, live, d, V, V), 1)
   tl.store(delta + row, dx, mask=live)
   gx = gx.to(x.dtype)
-  acc = tl.zeros((ROWS, BH), tl.float32)
+  acc = tl.zeros((ROWS, BV), tl.float32)
+  acc_tail = tl.zeros((ROWS, BW), tl.float32)
   for j in range(start, end, KEYS):
     key = j + tl.arange(0, KEYS)
-    at = (b * tokens_per_row + key) * M + m
-    kj = kernel.load_rows(k, at, key < end, d, H)
-    vj = kernel.load_rows(v, at, key < end, d, H)
-    s = tl.dot(x, tl.trans(kj), input_precision='ieee')
+    at = (b * tokens_per_row + key) * (M // SHARE) + m // SHARE
+    kj = kernel.load_rows(k, at, key < end, d, V, V + W)
+    kj_tail = kj
+    if W > 0:
+      kj_tail = kernel.load_rows(k + V, at, key < end, tail, W, V + W)
+    vj = kernel.load_rows(v, at, key < end, d, V, V)
+    s = kernel.scores(x, x_tail, kj, kj_tail, W)
     seen = (key[None, :] <= token[:, None]) & live[:, None]
     p = tl.where(seen, tl.exp(s - norm[:, None]), 0.0)
     ds = p * (tl.dot(gx, tl.trans(vj), input_precision='ieee') - dx[:, None])
-    acc = tl.dot(ds.to(kj.dtype), kj, acc, input_precision='ieee')
-  kernel.store_rows(dq, row, live, d, acc, H)
+    ds = ds.to(kj.dtype)
+    acc = tl.dot(ds, kj, acc, input_precision='ieee')
+    if W > 0:
+      acc_tail = tl.dot(ds, kj_tail, acc_tail, input_precision='ieee')
+  kernel.store_rows(dq, row, live, d, acc, V, V + W)
+  if W > 0:
+    kernel.store_rows(dq + V, row, live, tail, acc_tail, W, V + W)
 
 
 @triton.jit
@@ -90,48 +112,66 @@ def backward_kv_kernel(
     dv,
     M: tl.constexpr,
     G: tl.constexpr,
-    H: tl.constexpr,
-    BH: tl.constexpr,
+    SHARE: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-  """dk and dv of one block of keys of one kv head, all its G query heads.
+  """dk and dv of one block of keys of one kv head, all its query heads.
 
   ends i32 [B blocks]: the tile after the last one that sees the block.
   """
   tokens_per_row = tl.load(length)
-  block = tl.program_id(0)
+  keys = tl.program_id(0)
   m = tl.program_id(1)
   b = tl.program_id(2).to(tl.int64)
   r = tl.arange(0, ROWS)
-  d = tl.arange(0, BH)
-  key = block * KEYS + tl.arange(0, KEYS)
+  d = tl.arange(0, BV)
+  tail = tl.arange(0, BW)
+  key = keys * KEYS + tl.arange(0, KEYS)
   inside = key < tokens_per_row
-  at = (b * tokens_per_row + key) * M + m
-  kj = kernel.load_rows(k, at, inside, d, H)
-  vj = kernel.load_rows(v, at, inside, d, H)
-  acc_k = tl.zeros((KEYS, BH), tl.float32)
-  acc_v = tl.zeros((KEYS, BH), tl.float32)
-  end = tl.load(ends + b * tl.num_programs(0) + block)
-  for tile in range(block * KEYS // TOKENS, end):
+  at = (b * tokens_per_row + key) * (M // SHARE) + m
+  kj = kernel.load_rows(k, at, inside, d, V, V + W)
+  kj_tail = kj
+  if W > 0:
+    kj_tail = kernel.load_rows(k + V, at, inside, tail, W, V + W)
+  vj = kernel.load_rows(v, at, inside, d, V, V)
+  acc_k = tl.zeros((KEYS, BV), tl.float32)
+  acc_tail = tl.zeros((KEYS, BW), tl.float32)
+  acc_v = tl.zeros((KEYS, BV), tl.float32)
+  end = tl.load(ends + b * tl.num_programs(0) + keys)
+  for tile in range(keys * KEYS // TOKENS, end):
     start = tl.load(starts + b * (tokens_per_row // TOKENS) + tile)
     token = tile * TOKENS + r // G
     live = r < TOKENS * G
-    row = (b * tokens_per_row + token) * (M * G) + m * G + r % G
-    x = kernel.load_rows(q, row, live, d, H)
-    gx = kernel.load_rows(g, row, live, d, H).to(x.dtype)
-    norm = tl.load(lse + row, mask=live, other=0.0)
-    dx = tl.load(delta + row, mask=live, other=0.0)
-    s = tl.dot(kj, tl.trans(x), input_precision='ieee')
     seen = (key[:, None] >= start) & (key[:, None] <= token[None, :])
     seen = seen & live[None, :]
-    p = tl.where(seen, tl.exp(s - norm[None, :]), 0.0)
-    acc_v = tl.dot(p.to(x.dtype), gx, acc_v, input_precision='ieee')
-    ds = p * (tl.dot(vj, tl.trans(gx), input_precision='ieee') - dx[None, :])
-    acc_k = tl.dot(ds.to(x.dtype), x, acc_k, input_precision='ieee')
-  kernel.store_rows(dk, at, inside, d, acc_k, H)
-  kernel.store_rows(dv, at, inside, d, acc_v, H)
+    for part in range(SHARE):
+      head = (m * SHARE + part) * G + r % G
+      row = (b * tokens_per_row + token) * (M * G) + head
+      x = kernel.load_rows(q, row, live, d, V, V + W)
+      x_tail = x
+      if W > 0:
+        x_tail = kernel.load_rows(q + V, row, live, tail, W, V + W)
+      gx = kernel.load_rows(g, row, live, d, V, V).to(x.dtype)
+      norm = tl.load(lse + row, mask=live, other=0.0)
+      dx = tl.load(delta + row, mask=live, other=0.0)
+      s = kernel.scores(kj, kj_tail, x, x_tail, W)
+      p = tl.where(seen, tl.exp(s - norm[None, :]), 0.0)
+      acc_v = tl.dot(p.to(x.dtype), gx, acc_v, input_precision='ieee')
+      ds = tl.dot(vj, tl.trans(gx), input_precision='ieee') - dx[None, :]
+      ds = (p * ds).to(x.dtype)
+      acc_k = tl.dot(ds, x, acc_k, input_precision='ieee')
+      if W > 0:
+        acc_tail = tl.dot(ds, x_tail, acc_tail, input_precision='ieee')
+  kernel.store_rows(dk, at, inside, d, acc_k, V, V + W)
+  if W > 0:
+    kernel.store_rows(dk + V, at, inside, tail, acc_tail, W, V + W)
+  kernel.store_rows(dv, at, inside, d, acc_v, V, V)
 
 
 def backward(
@@ -146,8 +186,9 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Cotangents of q, k and v; out and lse are from `forward`, g of out."""
   b, t, _, _ = q.shape
-  shape = kernel.Shape.of(q, k.shape[2])
-  config = launch.config(QUERY_CONFIGS, q.dtype, implementation)
+  heads, width = k.shape[2], v.shape[3]
+  tables = QUERY_CONFIGS, WIDE_QUERY_CONFIGS
+  shape, config = kernel.Shape.of(q, heads, width, tables, implementation)
   tokens = shape.tokens(config)
   dq, delta = launch.call(
       backward_q_kernel,
@@ -166,7 +207,8 @@ def backward(
       TOKENS=tokens,
       **shape.constants(),
   )
-  config = launch.config(KEY_CONFIGS, q.dtype, implementation)
+  tables = KEY_CONFIGS, WIDE_KEY_CONFIGS
+  shape, config = kernel.Shape.of(q, heads, width, tables, implementation)
   tokens = shape.tokens(config)
   starts = kernel.starts(positions, tokens)
   keys = config.tiles['KEYS']
@@ -186,7 +228,7 @@ def backward(
       ends.astype(jnp.int32),
       launch.size(t),
       out=(kernel.spec(k.shape, k.dtype), kernel.spec(v.shape, v.dtype)),
-      grid=(blocks, shape.heads, b),
+      grid=(blocks, heads, b),
       config=config,
       implementation=implementation,
       TOKENS=tokens,

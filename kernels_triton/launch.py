@@ -42,6 +42,9 @@ class Config(NamedTuple):
   stages: int
 
 
+Table = Mapping[tuple[str, int], Config]  # by dtype and compute capability
+
+
 def _installed(*names: str) -> bool:
   specs = [importlib.util.find_spec(name) for name in names]
   # A folder of that name on the path has no origin.
@@ -112,13 +115,11 @@ def _sm(implementation: str) -> int:
   return int(jax.devices('gpu')[0].compute_capability.replace('.', ''))
 
 
-def config(
-    table: Mapping[tuple[str, int], Config], dtype: Any, implementation: str
-) -> Config:
+def config(table: Table, dtype: Any, implementation: str) -> Config:
   """Looks up how a kernel is compiled.
 
   Args:
-    table: (dtype name, compute capability) -> config.
+    table: of the kernel.
     dtype: of the operands.
     implementation: 'triton' or 'interpret'.
 

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from safetensors import numpy as safetensors_numpy
 
 from composer_jax import config
+from composer_jax import rope
 from composer_jax.model import decode
 from composer_jax.model import families
 from composer_jax.model import hf
@@ -276,6 +278,45 @@ class ParityTest(parameterized.TestCase):
       )
 
 
+# As published, but for what is of no matter here.
+_KIMI = {
+    'first_k_dense_replace': 1,
+    'hidden_act': 'silu',
+    'hidden_size': 7168,
+    'intermediate_size': 18432,
+    'kv_lora_rank': 512,
+    'max_position_embeddings': 131_072,
+    'moe_intermediate_size': 2048,
+    'moe_layer_freq': 1,
+    'n_group': 1,
+    'n_routed_experts': 384,
+    'n_shared_experts': 1,
+    'norm_topk_prob': True,
+    'num_attention_heads': 64,
+    'num_experts_per_tok': 8,
+    'num_hidden_layers': 61,
+    'num_key_value_heads': 64,
+    'q_lora_rank': 1536,
+    'qk_nope_head_dim': 128,
+    'qk_rope_head_dim': 64,
+    'rms_norm_eps': 1e-6,
+    'rope_scaling': {
+        'beta_fast': 1.0,
+        'beta_slow': 1.0,
+        'factor': 32.0,
+        'mscale': 1.0,
+        'mscale_all_dim': 1.0,
+        'original_max_position_embeddings': 4096,
+        'type': 'yarn',
+    },
+    'rope_theta': 50_000.0,
+    'routed_scaling_factor': 2.827,
+    'scoring_func': 'sigmoid',
+    'topk_group': 1,
+    'topk_method': 'noaux_tc',
+    'v_head_dim': 128,
+    'vocab_size': 163_840,
+}
 _SMALL = config.ModelConfig(
     vocab=64,
     layers=1,
@@ -413,6 +454,62 @@ class FolderTest(parameterized.TestCase):
     fields = {**_COMMON, 'model_type': 'qwen3', **change}
     with self.assertRaisesRegex(ValueError, text):
       families.to_config(json.loads(json.dumps(fields)))
+
+  @parameterized.parameters(
+      ('kimi_k2', {}, 1_026_408_232_448, 32_861_500_928),
+      (
+          'deepseek_v3',
+          {
+              'first_k_dense_replace': 3,
+              'num_attention_heads': 128,
+              'n_routed_experts': 256,
+              'n_group': 8,
+              'topk_group': 4,
+              'vocab_size': 129_280,
+          },
+          671_026_419_200,
+          37_552_297_472,
+      ),
+  )
+  def test_configs_of_the_hub(self, kind, changes, total, active):
+    fields = {**_KIMI, **changes, 'model_type': kind}
+    cfg = families.to_config(fields)
+    self.assertEqual(params_lib.count(cfg), (total, active))
+    self.assertEqual(
+        cfg.rope_scaling, rope.Yarn(32.0, 4096, 1.0, 1.0, True, 1, 1)
+    )
+    back = families.to_fields(cfg, 4096)
+    self.assertEqual(families.to_config(json.loads(json.dumps(back))), cfg)
+
+  def test_layers_that_predict_further_tokens_are_left_out(self):
+    latent = dict(rope_dim=2, value_dim=4, router='sigmoid')
+    cfg = dataclasses.replace(_SMALL, kv_latent=8, **latent)
+    named = params_lib.names(params_lib.init(cfg, jax.random.key(0)))
+    named = {k: np.asarray(v) for k, v in named.items()}
+    hf.save(self.folder, cfg, named, {}, 64)
+    path = self.folder / 'model.safetensors'
+    tensors = safetensors_numpy.load_file(path)
+    tensors['model.layers.1.eh_proj.weight'] = np.zeros((2, 2), np.float32)
+    safetensors_numpy.save_file(tensors, path)
+    found = hf.load(self.folder, cfg, np.float32)
+    for name, want in named.items():
+      np.testing.assert_array_equal(found[name], want, name)
+    tensors['model.layers.0.eh_proj.weight'] = np.zeros((2, 2), np.float32)
+    safetensors_numpy.save_file(tensors, path)
+    with self.assertRaisesRegex(ValueError, r'unexpected 1: .*0\.eh_proj'):
+      hf.load(self.folder, cfg, np.float32)
+
+  def test_the_bias_that_chooses_stays_f32(self):
+    latent = dict(rope_dim=2, value_dim=4, router='sigmoid')
+    cfg = dataclasses.replace(_SMALL, kv_latent=8, **latent)
+    params = params_lib.init(cfg, jax.random.key(0))
+    bias = jnp.full_like(params.layers.moe.bias, 12.3456789)
+    moe = params.layers.moe.replace(bias=bias)
+    params = params.replace(layers=params.layers.replace(moe=moe))
+    named = params_lib.names(params_lib.publish_dtype(params))
+    hf.save(self.folder, cfg, named, {}, 64)
+    found = hf.load(self.folder, cfg)
+    np.testing.assert_array_equal(found['layers/moe/bias'], bias)
 
   def test_a_model_without_a_family_is_refused(self):
     odd = dataclasses.replace(_SMALL, router='sigmoid')

@@ -67,7 +67,8 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'composer_jax/runs/*.py',
         'agents config config_text dashboard fleet kernels_triton learner model'
         ' rewards rollout trace typing weights',
-        f'{_JAX} ml_dtypes orbax rich tensorboardX tensorstore tokenizers',
+        f'{_JAX} ml_dtypes orbax pyarrow rich tensorboardX tensorstore'
+        ' tokenizers',
     ),
     'configs': (
         'experiments/configs/*.py',

@@ -1,5 +1,6 @@
 """Recorded ops: the recorder changes no bit and finds the op that differs."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -137,7 +138,9 @@ class OpsTest(parameterized.TestCase):
     self.assertEqual(text(f), text(plain))
 
   def test_train_step_is_the_one_that_trains(self):
-    cfg, mesh = _cfg(), step.make_mesh(config.MeshConfig(2))
+    first = dict(layers=3, dense_layers=1, dense_ffn=16)
+    cfg = dataclasses.replace(_cfg(), **first)
+    mesh = step.make_mesh(config.MeshConfig(2))
     tx = optimizer.AdamW(learning_rate=1e-3).build()
     state = step.init_state(cfg, tx, 0, mesh)
     batch, packed = packing.pack_documents(_texts(), _SHAPE)
@@ -153,8 +156,14 @@ class OpsTest(parameterized.TestCase):
       self.assertEqual(got.tobytes(), want.tobytes(), name)
     order = [k for k in record.leaves if k.startswith('gradient')]
     self.assertEqual(order[0], 'gradient of unembed')
-    self.assertEqual(order[2], 'gradient of layers/moe/w_out, layer 1')
-    self.assertEqual(order[-1], 'gradient of embedding')
+    self.assertEqual(order[2], 'gradient of layers/moe/w_out, layer 2')
+    self.assertEqual(
+        order[-2:],
+        [
+            'gradient of dense_layers/attention/norm, layer 0',
+            'gradient of embedding',
+        ],
+    )
 
 
 class DivergenceTest(parameterized.TestCase):

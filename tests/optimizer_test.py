@@ -165,6 +165,44 @@ class MuonTest(parameterized.TestCase):
       signs = np.sign(np.asarray(params_lib.names(_tree(0))[name]))
       self.assertGreater(np.mean(np.sign(-got[name]) == signs), 0.999, name)
 
+  def test_latent_matrices_too(self):
+    cfg = config.ModelConfig(
+        layers=3,
+        embed=24,
+        kv_heads=1,
+        head_dim=8,
+        kv_latent=16,
+        q_latent=20,
+        rope_dim=4,
+        value_dim=6,
+        dense_layers=2,
+        dense_ffn=16,
+    )
+    named = params_lib.names(params_lib.init(cfg, jax.random.key(0)))
+    tree = {'dense_layers': {}}
+    for name in ('q_down', 'q_up', 'kv_down', 'kv_up'):
+      tree['dense_layers'][name] = named[f'dense_layers/attention/{name}']
+    tx = optimizer.Muon().build()
+    got, _ = jax.jit(tx.update)(tree, tx.init(tree), tree)
+    for name, x in got['dense_layers'].items():
+      self.assertLen(x, cfg.dense_layers)
+      for m in np.asarray(x).reshape(*x.shape[:2], -1):
+        values = np.linalg.svd(m, compute_uv=False)
+        self.assertLess(values.max() / values.min(), 2.0, name)
+
+  def test_norms_and_biases_of_any_layer_do_not_decay(self):
+    tx = optimizer.AdamW(weight_decay=0.1).build()
+    tree = {
+        'dense_layers': {'norm': jnp.ones((2, 8)), 'w': jnp.ones((2, 8, 8))},
+        'embedding': jnp.ones((8, 8)),
+        'layers': {'bias': jnp.ones((2, 8)), 'w': jnp.ones((2, 8, 8))},
+    }
+    zeros = jax.tree.map(jnp.zeros_like, tree)
+    got, _ = tx.update(zeros, tx.init(tree), tree)
+    moved = jax.tree.map(lambda x: bool((x != 0).any()), got)
+    want = {'norm': False, 'w': True}, True, {'bias': False, 'w': True}
+    self.assertEqual(tuple(moved.values()), want)
+
   def test_experts_do_not_mix(self):
     tx = optimizer.Muon(clip_norm=float('inf')).build()
     grads, update = _tree(0), jax.jit(tx.update)

@@ -63,6 +63,7 @@ def _digest(folder: pathlib.Path) -> dict[str, str]:
   return {
       p.name: hashlib.sha256(p.read_bytes()).hexdigest()
       for p in sorted(folder.iterdir())
+      if p.is_file()
   }
 
 
@@ -181,11 +182,11 @@ class TokenizeTest(parameterized.TestCase):
     )
 
   def test_killed_anywhere_it_continues_to_the_same_bytes(self):
-    rows = [{'text': t} for t in _TEXTS * 120]
+    rows = [{'text': t} for t in _TEXTS * 60]
     command = [
         sys.executable, '-m', 'experiments.tokenize',
         f'--input={self._jsonl(rows)}',
-        f'--tokenizer={self.tokenizer_path}', '--shard_tokens=30000',
+        f'--tokenizer={self.tokenizer_path}', '--shard_tokens=9000',
     ]  # fmt: skip
 
     def start(out):
@@ -266,57 +267,69 @@ class TokenizeTest(parameterized.TestCase):
     )
 
   @parameterized.named_parameters(
-      ('folder', ['--input=/nowhere'], '/nowhere: no such file'),
-      ('json', ['--input=bad.jsonl'], 'bad.jsonl:2: no JSON'),
-      ('field', ['--input=other.jsonl'], "other.jsonl:1: no field 'text'"),
-      ('type', ['--input=number.jsonl'], 'number.jsonl:1: text is int'),
-      ('empty', ['--input=empty.jsonl'], 'holds no document'),
-      ('suffix', ['--input=.', '--suffix=.rs'], 'no .rs file'),
-      ('parquet', ['--input=bad.parquet'], 'no readable Parquet'),
-      ('start', ['--input=good.jsonl', '--start=<s>'], '--start=<s>'),
-      ('taken', ['--input=good.jsonl', '--output=.'], 'holds no index.json'),
-      ('roles', ['--input=roles.jsonl', '--field=messages'], "with 'role'"),
-      (
-          'tokenizer',
-          ['--input=good.jsonl', '--tokenizer=good.jsonl'],
-          'not a tokenizer',
-      ),
-      (
-          'wide',
-          ['--input=good.jsonl', '--tokenizer=wide.json'],
-          'has 65537 ids',
-      ),
+      ('folder', dict(path='/nowhere'), '/nowhere: no such file'),
+      ('json', dict(path='bad.jsonl'), 'bad.jsonl:2: no JSON'),
+      ('field', dict(path='other.jsonl'), "other.jsonl:1: no field 'text'"),
+      ('type', dict(path='number.jsonl'), 'number.jsonl:1: text is int'),
+      ('surrogate', dict(path='half.jsonl'), 'half.jsonl:1: text is no Unico'),
+      ('empty', dict(path='empty.jsonl'), 'holds no document'),
+      ('suffix', dict(path='.'), 'no .py file'),
+      ('parquet', dict(path='bad.parquet'), 'no readable Parquet'),
+      ('taken', dict(out='.'), 'holds no index.json'),
+      ('roles', dict(path='roles.jsonl', field='messages'), "with 'role'"),
+      ('tokenizer', dict(tokenizer='good.jsonl'), 'not a tokenizer'),
+      ('ids', dict(tokenizer='wide.json', dtype='uint16'), 'has 65537 ids'),
+      ('split', dict(heldout=1.0), 'heldout_fraction=1.0'),
   )
-  def test_bad_input_is_one_line_and_writes_nothing(self, extra, part):
+  def test_bad_input_is_refused_and_nothing_is_written(self, changes, part):
+    self._bad_inputs()
+    changes = {'path': 'good.jsonl', **changes}
+    for name in ('path', 'tokenizer'):
+      if name in changes:
+        changes[name] = str(self.folder / changes[name])
+    before = _digest(self.folder)
+    with self.assertRaisesRegex(ValueError, part):
+      self._make(changes.pop('path'), **changes)
+    self.assertEqual(_digest(self.folder), before)
+
+  def test_the_command_says_it_in_one_line(self):
+    self._bad_inputs()
+    for extra, part in (
+        ('--input=bad.jsonl', 'bad.jsonl:2: no JSON'),
+        ('--input=good.jsonl --start=<s>', '--start=<s>'),
+    ):
+      done = subprocess.run(
+          [
+              *(sys.executable, '-m', 'experiments.tokenize', '--output=out'),
+              *(f'--tokenizer={self.tokenizer_path}', *extra.split()),
+          ],
+          cwd=self.folder,
+          env=os.environ | {'PYTHONPATH': str(small_run.ROOT)},
+          capture_output=True,
+          text=True,
+          check=False,
+      )
+      self.assertEqual(done.returncode, 2, done.stderr)
+      self.assertLen(done.stderr.strip().splitlines(), 1, done.stderr)
+      self.assertIn(part, done.stderr)
+      self.assertFalse((self.folder / 'out').exists())
+
+  def _bad_inputs(self):
     good = json.dumps({'text': 'x = 1'}) + '\n'
     for name, text in {
         'good.jsonl': good,
         'bad.jsonl': good + '{"text": \n',
         'other.jsonl': '{"content": "x"}\n',
         'number.jsonl': '{"text": 3}\n',
+        'half.jsonl': '{"text": "\\ud800"}\n',
         'empty.jsonl': '\n{"text": ""}\n',
         'roles.jsonl': '{"messages": [{"content": "x"}]}\n',
         'bad.parquet': 'PAR0',
     }.items():
       (self.folder / name).write_text(text)
-    vocab = {f't{i}': i for i in range(65537)} | {'<|bos|>': 3}
-    del vocab['t3']
-    wide = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, 't0'))
+    vocab = {'<|bos|>': 0} | {f't{i}': i for i in range(1, 65537)}
+    wide = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, 't1'))
     wide.save(str(self.folder / 'wide.json'))
-    flags = [f'--tokenizer={self.tokenizer_path}', '--output=out', *extra]
-    flags += ['--dtype=uint16']
-    done = subprocess.run(
-        [sys.executable, '-m', 'experiments.tokenize', *flags],
-        cwd=self.folder,
-        env=os.environ | {'PYTHONPATH': str(small_run.ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    self.assertEqual(done.returncode, 2, done.stderr)
-    self.assertLen(done.stderr.strip().splitlines(), 1, done.stderr)
-    self.assertIn(part, done.stderr)
-    self.assertFalse((self.folder / 'out').exists())
 
   def test_other_settings_do_not_mix(self):
     self._make(self._texts())

@@ -8,6 +8,8 @@ import pathlib
 
 import tokenizers
 
+from composer_jax.agents import renderer
+
 
 def read(
     folder: pathlib.Path,
@@ -35,17 +37,46 @@ def read(
   template = text('chat_template.jinja') or settings.get('chat_template')
   if not isinstance(template, str):
     raise ValueError(f'{folder}: has no chat template; add chat_template.jinja')
-  # Special tokens are text, or objects that hold it.
-  names = {
-      key: value['content'] if isinstance(value, dict) else value
-      for key, value in settings.items()
-      if key.endswith('_token') and value
-  }
+  names = names_of(folder)
   tokenizer = tokenizers.Tokenizer.from_str(source)
   ends = json.loads(text('generation_config.json') or '{}').get('eos_token_id')
   ends = [ends] if isinstance(ends, int) else ends or []
   stop = [tokenizer.id_to_token(i) or str(i) for i in ends]
   return source, template, tuple(stop or [names.get('eos_token', '')]), names
+
+
+def names_of(folder: pathlib.Path) -> dict[str, str]:
+  """What a tokenizer's settings call special tokens; empty without settings."""
+  path = folder / 'tokenizer_config.json'
+  if not path.is_file():
+    return {}
+  settings = json.loads(path.read_text(encoding='utf-8'))
+  # Special tokens are text, or objects that hold it.
+  return {
+      key: value['content'] if isinstance(value, dict) else value
+      for key, value in settings.items()
+      if key.endswith('_token') and value
+  }
+
+
+def start_id(tokenizer: tokenizers.Tokenizer, names: Mapping[str, str]) -> int:
+  """Id of the token before a document.
+
+  Args:
+    tokenizer: of the model.
+    names: from `names_of`.
+
+  Raises:
+    ValueError: there is no token for it.
+  """
+  known = [renderer.BOS, names.get('bos_token'), names.get('eos_token')]
+  ids = [tokenizer.token_to_id(name) for name in known if name]
+  found = next((i for i in ids if i is not None), None)
+  if found is None:
+    raise ValueError(
+        'tokenizer: no bos_token or eos_token to stand before a document'
+    )
+  return found
 
 
 def write(

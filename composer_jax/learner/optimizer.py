@@ -109,7 +109,7 @@ def _matrix(path: tuple, x: jax.Array) -> bool:
 
   Layers are stacked on a leading axis, so a vector of theirs has two axes.
   """
-  stacked = jax.tree_util.keystr(path, simple=True).startswith('layers')
+  stacked = 'layers' in jax.tree_util.keystr(path, simple=True)
   return x.ndim >= (3 if stacked else 2)
 
 
@@ -124,6 +124,10 @@ _MUON_AXES = {
     'wk': ((1,), (2, 3)),
     'wv': ((1,), (2, 3)),
     'wo': ((1, 2), (3,)),
+    'q_down': ((1,), (2,)),
+    'q_up': ((1,), (2, 3)),
+    'kv_down': ((1,), (2,)),
+    'kv_up': ((1,), (2, 3)),
     'w_in': ((2,), (4,)),
     'w_out': ((2,), (3,)),
     'shared_in': ((1,), (3,)),

@@ -23,13 +23,15 @@ import optax
 from composer_jax import config
 from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import mtp as mtp_lib
+from composer_jax.learner import processes
 from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
-_UNBALANCED = config.Balancing()  # as in RL
+_UNBALANCED, _NO_MTP = config.Balancing(), config.Mtp()  # as in RL
 
 
 def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
@@ -50,11 +52,6 @@ def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
       sharding.AXES,
       axis_types=(jax.sharding.AxisType.Explicit,) * len(shape),
   )
-
-
-def _shardings(params: params_lib.Params, mesh: jax.sharding.Mesh):
-  specs = params_lib.pspecs(params, sharding.RULES)
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def abstract_state(
@@ -87,6 +84,11 @@ def _fresh(params, tx):
   return batch_lib.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
+def row_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Which device has which rows of a batch."""
+  return NamedSharding(mesh, P(sharding.ROWS))
+
+
 def init_state(
     cfg: config.ModelConfig,
     tx: optax.GradientTransformation,
@@ -98,12 +100,9 @@ def init_state(
   Raises:
     ValueError: the mesh cannot split the model.
   """
-  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
-  init = jax.jit(
-      lambda key: params_lib.init(cfg, key),
-      out_shardings=_shardings(params_lib.abstract(cfg), mesh),
-  )
-  return restart(init(jax.random.key(seed)), tx, mesh)
+  places = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, tx, mesh))
+  make = lambda key: _fresh(params_lib.init(cfg, key), tx)
+  return jax.jit(make, out_shardings=places)(jax.random.key(seed))
 
 
 def restart(
@@ -116,9 +115,11 @@ def restart(
   Counters are on every device: one left on a single device would be restored
   onto a single device.
   """
-  params = jax.device_put(params, _shardings(params, mesh))
+  specs = params_lib.pspecs(params, sharding.RULES)
+  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   with jax.set_mesh(mesh):
-    return jax.jit(functools.partial(_fresh, tx=tx))(params)
+    fresh = jax.jit(functools.partial(_fresh, tx=tx))
+    return fresh(jax.device_put(params, places))
 
 
 def rounded(params: params_lib.Params) -> params_lib.Params:
@@ -143,7 +144,7 @@ def target_stats(params, batch: Batch, cfg):
 
 
 @functools.partial(
-    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing')
+    jax.jit, static_argnames=('cfg', 'loss', 'mesh', 'balancing', 'mtp')
 )
 def gradients(
     params: params_lib.Params,
@@ -154,6 +155,7 @@ def gradients(
     loss: batch_lib.Loss,
     mesh: jax.sharding.Mesh,
     balancing: config.Balancing = _UNBALANCED,
+    mtp: config.Mtp = _NO_MTP,
     tokens: jax.Array | float = 1.0,
     reference: params_lib.Params | None = None,
 ) -> tuple[params_lib.Params, batch_lib.Metrics]:
@@ -171,6 +173,7 @@ def gradients(
     loss: static; hashes by value.
     mesh: see `make_mesh`.
     balancing: what is asked of the router; nothing in RL.
+    mtp: of further tokens.
     tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
@@ -185,9 +188,10 @@ def gradients(
   def local(params, batch, denominator, tokens, reference):
     def forward(params):
       logps, entropy, out = target_stats(params, batch, cfg)
-      return (logps, out.router_stats), entropy
+      further = mtp_lib.loss(params, out.hidden, batch, mtp, cfg)
+      return (logps, out.router_stats, further[0]), (entropy, *further)
 
-    (logps, routers), vjp, entropy = jax.vjp(
+    (logps, routers, _), vjp, (entropy, *further) = jax.vjp(
         forward, rounded(params), has_aux=True
     )
     gather = functools.partial(
@@ -218,9 +222,11 @@ def gradients(
     d_routers, router_metrics = jax.grad(balancing_lib.loss, has_aux=True)(
         routers, real, tokens, cfg, balancing
     )
-    (grads,) = vjp((d_logps, d_routers))
+    (grads,) = vjp((d_logps, d_routers, mtp.weight / denominator))
     grads = sharding.summed(grads, specs)
     mean = batch_lib.Mean
+    if mtp.weight:
+      metrics['loss/mtp'] = mean(*lax.psum(further, sharding.ROWS))
     metrics |= router_metrics | stats_lib.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
@@ -273,6 +279,7 @@ def train_step(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     balancing: config.Balancing = _UNBALANCED,
+    mtp: config.Mtp = _NO_MTP,
     reference: params_lib.Params | None = None,
     on_nonfinite: Callable[[Batch], str] | None = None,
 ) -> tuple[batch_lib.TrainState, dict[str, float]]:
@@ -288,6 +295,7 @@ def train_step(
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
     balancing: what is asked of the router.
+    mtp: of further tokens.
     reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
@@ -297,12 +305,12 @@ def train_step(
   Raises:
     FloatingPointError: loss or gradient is not finite; state is untouched.
   """
-  rows = NamedSharding(mesh, P(sharding.ROWS))
+  rows = row_sharding(mesh)
   z = jnp.asarray(denominator, jnp.float32)
   tokens = float(sum(np.count_nonzero(b.segments) for b in batches))
   grads = metrics = None
   for batch in batches:
-    batch = jax.device_put(batch, rows)
+    batch = processes.place(batch, rows)
     g, m = gradients(
         state.params,
         batch,
@@ -311,6 +319,7 @@ def train_step(
         loss=loss,
         mesh=mesh,
         balancing=balancing,
+        mtp=mtp,
         tokens=tokens,
         reference=reference,
     )

@@ -67,12 +67,24 @@ class Layers:
 
 
 @struct.dataclass
+class Mtp:
+  """One layer for every further token that is predicted; see `model.mtp`."""
+
+  norm: jax.Array = _param('layers embed', 'ones')
+  token_norm: jax.Array = _param('layers embed', 'ones')
+  project: jax.Array = _param('layers halves embed width')
+  layers: Layers
+  out_norm: jax.Array = _param('layers embed', 'ones')
+
+
+@struct.dataclass
 class Params:
   embedding: jax.Array = _param('vocab embed', 'embedding')
   dense_layers: Layers  # before the others; what is said of `layers` holds
   layers: Layers
   norm: jax.Array = _param('embed', 'ones')
   unembed: jax.Array = _param('embed head')
+  mtp: Mtp  # trained before RL only, and never published
 
   @property
   def head(self) -> jax.Array:
@@ -87,10 +99,11 @@ _FAN_IN = {
     'attention/kv_up': ('kv_latent',),
     'moe/w_out': ('moe_ffn',),
     'moe/shared_out': ('shared_ffn',),
+    'mtp/project': ('halves', 'embed'),
 }
 
 # Tensors that a model may lack, together: their axes have size 0 there, and
-# the tree holds None. Of `dense_layers` it may lack them all.
+# the tree holds None. Of `dense_layers` and `mtp` it may lack them all.
 _OPTIONAL = (
     {'moe/router', 'moe/w_in', 'moe/w_out'},
     {'moe/bias'},
@@ -104,7 +117,7 @@ _OPTIONAL = (
     {'attention/kv_down', 'attention/kv_latent_norm', 'attention/kv_up'},
 )
 
-_DENSE = 'dense_layers/'
+_DENSE, _MTP = 'dense_layers/', 'mtp/'
 # Published in f32, and not rounded: it is added to scores that are compared.
 EXACT = 'layers/moe/bias'
 
@@ -118,7 +131,9 @@ def _sizes(cfg: config.ModelConfig, name: str) -> dict[str, int]:
   # The router's output is its own axis: top-k must see it unsharded. `gates`
   # are the silu branch and its factor.
   return sizes | {
-      'layers': cfg.moe_layers,
+      'layers': cfg.mtp_layers if name.startswith(_MTP) else cfg.moe_layers,
+      'halves': 2,
+      'width': cfg.embed,
       'router': cfg.experts,
       'router_bias': cfg.experts if cfg.router == 'sigmoid' else 0,
       'gates': 2,
@@ -176,12 +191,13 @@ def pspecs(params: Params, rules: Mapping[str, str]) -> Params:
     params: of any leaves, such as `abstract` ones.
     rules: logical axis -> mesh axis; an axis not named is replicated.
   """
-  there = names(params)
+  declared = names(_declare(Params, lambda _, dims, __: ' '.join(dims)))
 
-  def leaf(name, dims, _):
-    return PartitionSpec(*_axes(dims, rules)) if name in there else None
+  def leaf(path, _):
+    dims = declared[_name(path)].split()
+    return PartitionSpec(*_axes(dims, rules))
 
-  return _declare(Params, leaf)
+  return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def _axes(dims, rules):
@@ -256,6 +272,11 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Params:
   return _declare(Params, leaf)
 
 
+def without_mtp(params: Params) -> Params:
+  """What a policy runs."""
+  return params.replace(mtp=None)
+
+
 def rounded(
     params: Params, to_bf16: Callable[[jax.Array], jax.Array]
 ) -> Params:
@@ -291,11 +312,12 @@ def from_names(named: Mapping[str, Any]) -> Params:
     ValueError: a tensor is missing or unknown.
   """
   want = set(names(_declare(Params, lambda *_: 0)))
-  if not any(name.startswith(_DENSE) for name in named):
-    want = {name for name in want if not name.startswith(_DENSE)}
+  for prefix in (_DENSE, _MTP):
+    if not any(name.startswith(prefix) for name in named):
+      want = {name for name in want if not name.startswith(prefix)}
   stacked = [
       {stack + name for name in group}
-      for stack in (_DENSE, 'layers/')
+      for stack in (_DENSE, 'layers/', f'{_MTP}layers/')
       for group in _OPTIONAL
   ]
   for group in (*stacked, {'unembed'}):
@@ -309,9 +331,9 @@ def from_names(named: Mapping[str, Any]) -> Params:
 
 
 def count(cfg: config.ModelConfig) -> tuple[int, int]:
-  """(total, active per token) number of parameters."""
+  """(total, active per token) number of parameters that a policy runs."""
   total = active = 0
-  for name, leaf in names(abstract(cfg)).items():
+  for name, leaf in names(without_mtp(abstract(cfg))).items():
     size = math.prod(leaf.shape)
     total += size
     expert = name in ('layers/moe/w_in', 'layers/moe/w_out')

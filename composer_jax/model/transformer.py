@@ -114,6 +114,22 @@ def _router_stats(
   )
 
 
+def attend_within(
+    segments: jax.Array, positions: jax.Array, cfg: config.ModelConfig
+) -> Callable[..., jax.Array]:
+  """Attention of packed rows [B T], for `block` on their B*T tokens."""
+  b, t = segments.shape
+
+  def attend(q, k, v):
+    q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
+    out = attention_kernel.segment_attention(
+        q, k, v, segments, positions, implementation=cfg.kernels
+    )
+    return out.reshape(b * t, *out.shape[2:])
+
+  return attend
+
+
 @typed
 def forward(
     params: params_lib.Params,
@@ -148,13 +164,7 @@ def forward(
   table = jnp.asarray(attention.rope_table(cfg, t))
   angles = table[positions.reshape(-1)]
   real = (segments.reshape(-1) > 0).astype(jnp.float32)
-
-  def attend(q, k, v):
-    q, k, v = (a.reshape(b, t, *a.shape[1:]) for a in (q, k, v))
-    out = attention_kernel.segment_attention(
-        q, k, v, segments, positions, implementation=cfg.kernels
-    )
-    return out.reshape(b * t, *out.shape[2:])
+  attend = attend_within(segments, positions, cfg)
 
   def run(x, layers, specs, recorded, cfg):
     def body(x, xs):
@@ -200,11 +210,8 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
-  specs = params_lib.pspecs(params, sharding.RULES)
-  params, specs = (
-      tree.replace(layers=None, dense_layers=None) for tree in (params, specs)
-  )
-  top = sharding.whole(params, specs)
+  top = params.replace(dense_layers=None, layers=None, mtp=None)
+  top = sharding.whole(top, params_lib.pspecs(top, sharding.RULES))
   logps, entropy = logprob.target_log_probs(
       (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),

@@ -15,18 +15,18 @@ from typing import Any
 
 import jax
 import numpy as np
-import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import tasks as tasks_lib
 from composer_jax.fleet import admission
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
+from composer_jax.runs import base
 from composer_jax.runs import feed
 from composer_jax.runs import host as host_lib
+from composer_jax.runs import stored_model
 from kernels_triton import contract
 
 SPLITS = {'eval': 'eval', 'heldout': 'heldout_families'}
@@ -197,19 +197,17 @@ def stored_host(
     device: of the engine.
 
   Raises:
-    ValueError: the run has no tokenizer yet. Entering the host raises it if
-      the version does not exist.
+    ValueError: the run has published nothing yet. Entering the host raises it
+      if the version does not exist.
   """
-  path = workdir / 'tokenizer.json'
-  if not path.exists():
-    raise ValueError(f'{path}: missing; the run has not started to train')
-  renderer = renderer_lib.CompactRenderer(
-      tokenizers.Tokenizer.from_file(str(path))
-  )
+  folder = workdir / 'weights'
+  if not folder.exists():
+    raise ValueError(f'{folder}: missing; the run has published no weights yet')
+  url = f'file://{folder.resolve()}/'
   return host_lib.RolloutHost(
       cfg,
-      f'file://{(workdir / "weights").resolve()}/',
-      renderer,
+      url,
+      base.renderer(cfg, stored_model.read(url)),
       device=device,
       feed=functools.partial(feed.FixedFeed, step=version),
   )

@@ -46,6 +46,7 @@ def build(
     cfg: config.Experiment,
     *,
     devices: Iterable[Any],
+    processes: int = 1,
     contract: Mapping[str, Any],
     xla_flags: str,
     command: str,
@@ -54,7 +55,8 @@ def build(
 
   Args:
     cfg: the resolved experiment.
-    devices: jax devices of the process, the mesh first.
+    devices: jax devices, the mesh first.
+    processes: that the devices belong to.
     contract: constants that fix the order of every reduction.
     xla_flags: value of XLA_FLAGS.
     command: command line that starts the run again.
@@ -70,6 +72,7 @@ def build(
       'devices': {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
       'machine': f'{platform.system()} {platform.machine()}',
       'mesh': dataclasses.asdict(cfg.mesh),
+      'processes': processes,
       'processor': _processor(),
       'processors': os.cpu_count(),
       'python': platform.python_version(),
@@ -105,6 +108,7 @@ _NUMERIC = frozenset(
     (
         'devices',
         'machine',
+        'processes',
         'processor',
         'python',
         'versions.jax',

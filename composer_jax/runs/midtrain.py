@@ -23,6 +23,7 @@ from composer_jax.learner import items
 from composer_jax.learner import losses
 from composer_jax.learner import mixture
 from composer_jax.learner import packing
+from composer_jax.learner import processes
 from composer_jax.learner import step
 from composer_jax.learner import stream
 from composer_jax.runs import progress
@@ -32,7 +33,7 @@ from kernels_triton import contract
 
 _CHECKPOINT_SECONDS = 60.0
 _KEPT = (
-    *('loss', 'grad_norm'),
+    *('loss', 'loss/mtp', 'grad_norm'),
     *('routing/balance', 'routing/z', 'routing/max_load'),
 )
 
@@ -73,8 +74,9 @@ def heldout_figures(
     nats[name], size[name] = 0.0, tokens.utf8_bytes
     for documents in stream.batches(tokens, shape):
       for batch in _packed(documents, shape)[0]:
-        logps, _ = step.score(published, batch, cfg=cfg, mesh=mesh)
-        logps = np.asarray(logps, np.float64)
+        rows = processes.place(batch, step.row_sharding(mesh))
+        logps, _ = step.score(published, rows, cfg=cfg, mesh=mesh)
+        logps = np.asarray(processes.whole(logps), np.float64)
         nats[name] -= float(logps[batch.sampled].sum())
   figures = {
       f'bits_per_byte/{name}': stream.bits_per_byte(nats[name], size[name])
@@ -109,7 +111,7 @@ def run(
     heldout: texts for bits per byte, by source.
     checkpoints: directory of this phase's checkpoints.
     writer: of metrics.
-    stop: asked after every step; True saves and returns early.
+    stop: asked after every step; True in any process saves and returns early.
 
   Returns:
     (state, whether the phase is complete).
@@ -137,6 +139,7 @@ def run(
     writer.write(phase.name, 0, measured())
   saved = time.monotonic()
   complete = done >= phase.steps
+  (stopped,) = processes.agree(stop())
   with (
       progress.Progress(
           phase.steps, 'step', label=phase.name, start=done
@@ -145,7 +148,7 @@ def run(
   ):
     # The next documents are made while the device works on these.
     coming = ahead.submit(source.next, cursors, shape.rows)
-    while not complete and not stop():
+    while not (complete or stopped):
       began = time.monotonic()
       documents, cursors = coming.result()
       coming = ahead.submit(source.next, cursors, shape.rows)
@@ -160,18 +163,21 @@ def run(
           tx=tx,
           mesh=mesh,
           balancing=phase.balancing,
+          mtp=phase.mtp,
       )
       done += 1
       complete = done >= phase.steps
       seconds = time.monotonic() - began
-      kept = {k: figures[k] for k in _KEPT}
+      kept = {k: figures[k] for k in _KEPT if k in figures}
       kept['tokens_per_second'] = packed.tokens / seconds
       every = phase.eval_every_steps
       if complete or (every and done % every == 0):
         kept |= measured()
       writer.write(phase.name, done, kept)
       bar.update(done, **kept)
-      if complete or time.monotonic() - saved > _CHECKPOINT_SECONDS:
+      late = time.monotonic() - saved > _CHECKPOINT_SECONDS
+      stopped, due = processes.agree(stop(), late)
+      if complete or due:
         save()
         saved = time.monotonic()
   if not complete:

@@ -147,6 +147,7 @@ class Meter:
 
 def published_arrays(params: params_lib.Params) -> dict[str, np.ndarray]:
   """bf16 arrays by name, on the host: what a version consists of."""
+  params = params_lib.without_mtp(params)
   tree = jax.device_get(_publish_dtype(params))
   return params_lib.names(tree)
 

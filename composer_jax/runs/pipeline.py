@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import renderer as renderer_lib
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import processes
 from composer_jax.learner import stats
 from composer_jax.learner import step
+from composer_jax.runs import base
 from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import host as host_lib
@@ -51,7 +51,7 @@ class Run:
     workdir: of the run.
     mesh: the trainer's.
     decoder: device of the decode engine.
-    tokenizer: of all texts.
+    model: what a store says of it.
     texts: sources of text, by name.
     writer: of metrics.
     stop: True once the user has asked to stop.
@@ -61,15 +61,15 @@ class Run:
   workdir: pathlib.Path
   mesh: jax.sharding.Mesh
   decoder: jax.Device
-  tokenizer: tokenizers.Tokenizer
+  model: stored_model.StoredModel
   texts: Mapping[str, sources.Text]
   writer: writer_lib.Writer
   stop: Callable[[], bool]
 
   @functools.cached_property
-  def renderer(self) -> renderer_lib.CompactRenderer:
+  def renderer(self) -> Any:
     """Between tasks and tokens; ValueError for a tokenizer of other texts."""
-    return renderer_lib.CompactRenderer(self.tokenizer)
+    return base.renderer(self.cfg, self.model)
 
   @property
   def store(self) -> str:
@@ -92,7 +92,13 @@ def open_run(
   """
   stats.check_loss(cfg.loss)
   plan.check(cfg)
-  tokenizer, texts = sources.open_texts(cfg, workdir / 'tokenizer.json')
+  path = workdir / stored_model.TOKENIZER
+  names: Mapping[str, str] = {}
+  if cfg.base:
+    adopted = base.described(cfg, '')
+    names = adopted.names
+    sources.keep(path, adopted.tokenizer)
+  texts = sources.open_texts(cfg, path, names)
   steps = {
       name: _newest(workdir, name)
       for name in (*(phase.name for phase in cfg.phases), 'rl')
@@ -102,9 +108,13 @@ def open_run(
       workdir=workdir,
       mesh=mesh,
       decoder=decoder,
-      tokenizer=tokenizer,
+      model=base.described(cfg, path.read_text(encoding='utf-8')),
       texts=texts,
-      writer=writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']}),
+      writer=(
+          writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']})
+          if processes.first()
+          else writer_lib.Silent()
+      ),
       stop=stop,
   )
 
@@ -127,7 +137,7 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
   for phase in cfg.phases:
     state, complete = midtrain.run(
         phase,
-        sources.mixed(cfg, phase, run.texts, run.tokenizer),
+        sources.mixed(cfg, phase, run.texts, lambda: run.renderer),
         state,
         model=cfg.model,
         mesh=run.mesh,
@@ -142,8 +152,10 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
 
 
 def _initial(run: Run) -> batch_lib.TrainState:
-  """Random weights, and no optimizer state: every phase makes its own."""
+  """Of the base or random, without an optimizer: every phase makes its own."""
   tx = optax.identity()
+  if run.cfg.base:
+    return step.restart(base.weights(run.cfg, run.mesh), tx, run.mesh)
   return step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
 
 
@@ -182,8 +194,7 @@ def reinforcement(
   if restored := saver.restore(state):
     _, state, extra = restored
     ledger = ledger_lib.from_json(extra['ledger'])
-  tokenizer = (run.workdir / 'tokenizer.json').read_text()
-  stored_model.write(run.store, stored_model.trained_here(cfg, tokenizer))
+  stored_model.write(run.store, run.model)
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
   version = publisher.resume(
       offline.published_arrays(state.params), len(ledger.steps)

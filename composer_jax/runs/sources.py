@@ -6,8 +6,9 @@ where they lie. Only what a phase names is opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import os
 import pathlib
 import random
 from typing import Any
@@ -17,6 +18,7 @@ import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.agents import chat_files
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import tasks as tasks_lib
 from composer_jax.learner import corpus
@@ -96,9 +98,16 @@ def _used(cfg: config.Experiment) -> set[str]:
   return {name for phase in cfg.phases for name, _ in phase.mix}
 
 
+def keep(path: pathlib.Path, text: str) -> None:
+  """Writes a file that every process of a job writes, the same, at once."""
+  part = path.with_suffix(f'.{os.getpid()}.part')
+  part.write_text(text, encoding='utf-8')
+  part.replace(path)
+
+
 def open_texts(
-    cfg: config.Experiment, path: pathlib.Path
-) -> tuple[tokenizers.Tokenizer, dict[str, Text]]:
+    cfg: config.Experiment, path: pathlib.Path, names: Mapping[str, str]
+) -> dict[str, Text]:
   """Opens every source of text that a phase reads.
 
   The tokenizer is the one at `path`, or else that of the shards, or else one
@@ -107,9 +116,10 @@ def open_texts(
   Args:
     cfg: the experiment.
     path: of the run's tokenizer.
+    names: of special tokens, of a model that has a base.
 
   Returns:
-    (tokenizer, texts by name).
+    Texts by name.
 
   Raises:
     ValueError: a source is missing or damaged, or is of another tokenizer.
@@ -124,9 +134,7 @@ def open_texts(
       text = next(iter(folders.values())).tokenizer
     else:
       text = _fitted(cfg, code).to_str(pretty=True)
-    part = path.with_suffix('.part')
-    part.write_text(text, encoding='utf-8')
-    part.replace(path)
+    keep(path, text)
   tokenizer = tokenizers.Tokenizer.from_file(str(path))
   size = max(tokenizer.get_vocab().values()) + 1
   if size > cfg.model.vocab:
@@ -138,10 +146,10 @@ def open_texts(
     folder.check(path)
   texts = {name: Text(f.train(), f.heldout()) for name, f in folders.items()}
   if 'code' in used:
-    start = tokenizer.token_to_id(renderer_lib.BOS)
+    start = chat_files.start_id(tokenizer, names)
     encode = lambda part: corpus.encode(part, tokenizer, start=start)
     texts['code'] = Text(encode(code.train), encode(code.heldout))
-  return tokenizer, texts
+  return texts
 
 
 def _fitted(
@@ -163,15 +171,14 @@ def mixed(
     cfg: config.Experiment,
     phase: config.PhaseConfig,
     texts: Mapping[str, Text],
-    tokenizer: tokenizers.Tokenizer,
+    renderer: Callable[[], Any],
 ) -> mixture.Mixture:
-  """What a phase reads."""
+  """What a phase reads; the renderer is made if it plays tasks."""
 
   def source(name: str) -> mixture.Source:
     row = phase.tokens_per_row
     if name == 'demos':
-      renderer = renderer_lib.CompactRenderer(tokenizer)
-      return Demos(cfg.tasks, renderer, row, cfg.seed)
+      return Demos(cfg.tasks, renderer(), row, cfg.seed)
     return stream.Stream(texts[name].train, row, contract.KEY_BLOCK, cfg.seed)
 
   weights = dict(phase.mix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from composer_jax.learner import shards
 from composer_jax.runs import inputs
 
 CHATS = 'messages'  # the field that holds a conversation
-_BATCH_RECORDS, _BATCH_BYTES = 1024, 1 << 24  # encoded together
+_BATCH_RECORDS, _BATCH_BYTES = 1024, 1 << 22  # encoded together
 
 
 class Document(NamedTuple):
@@ -168,21 +167,12 @@ def _start(
     file: pathlib.Path, tokenizer: tokenizers.Tokenizer, start: str | None
 ) -> int:
   """Id of the token before every text."""
-  names = [start]
   if start is None:
-    settings = file.with_name('tokenizer_config.json')
-    known = json.loads(settings.read_text()) if settings.is_file() else {}
-    found = [known.get(k) for k in ('bos_token', 'eos_token')]
-    names = [n['content'] if isinstance(n, dict) else n for n in found]
-    names = [renderer.BOS, *filter(None, names)]
-  ids = [tokenizer.token_to_id(name) for name in names]
-  known = [i for i in ids if i is not None]
-  if not known:
-    raise ValueError(
-        f'--start={start}: {names} not in the tokenizer; name the token that'
-        ' stands before a document'
-    )
-  return known[0]
+    return chat_files.start_id(tokenizer, chat_files.names_of(file.parent))
+  found = tokenizer.token_to_id(start)
+  if found is None:
+    raise ValueError(f'--start={start}: not in the tokenizer')
+  return found
 
 
 def header(

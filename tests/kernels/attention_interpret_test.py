@@ -38,10 +38,11 @@ def _kernel(q, k, v, segments, positions):
   )
 
 
-def _operands(dtype, shape, heads, kv_heads, width):
+def _operands(dtype, shape, heads, kv_heads, width, tail=0):
+  """A key has `tail` columns more than a value."""
   cases = kernel_cases.Cases(dtype)
-  q = cases.normal(*shape, heads, width) * width**-0.5
-  k = cases.normal(*shape, kv_heads, width)
+  q = cases.normal(*shape, heads, width + tail) * width**-0.5
+  k = cases.normal(*shape, kv_heads, width + tail)
   return cases, (q.astype(dtype), k, cases.normal(*shape, kv_heads, width))
 
 
@@ -57,9 +58,12 @@ def _cache(k, v, batch):
     (k_pages, v_pages [P M PAGE H], table i32 [B S/PAGE]).
   """
   width = -(-max(batch) // _PAGE)
-  shape = (2 * len(batch) * width, k.shape[1], _PAGE, k.shape[2])
-  pages = [np.full(shape, np.nan, k.dtype) for _ in range(2)]
-  places = np.random.default_rng(0).permutation(shape[0])
+  count = 2 * len(batch) * width
+  pages = [
+      np.full((count, x.shape[1], _PAGE, x.shape[2]), np.nan, x.dtype)
+      for x in (k, v)
+  ]
+  places = np.random.default_rng(0).permutation(count)
   table = places[: len(batch) * width].reshape(-1, width).astype(np.int32)
   for i, at in np.ndindex(*table.shape):
     span = slice(at * _PAGE, min((at + 1) * _PAGE, batch[i]))
@@ -72,15 +76,19 @@ def _cache(k, v, batch):
 class SegmentTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      ('ragged', 'float32', (2, 96), 4, 2, 16),
-      ('ragged_bf16', 'bfloat16', (2, 96), 4, 2, 16),
-      ('odd_width', 'bfloat16', (2, 96), 3, 1, 24),
+      ('ragged', 'float32', 4, 2, 16, 0),
+      ('ragged_bf16', 'bfloat16', 4, 2, 16, 0),
+      ('odd_width', 'bfloat16', 3, 1, 24, 0),
+      ('many_heads', 'float32', 16, 2, 16, 0),
+      ('long_keys', 'float32', 8, 1, 24, 6),
+      ('long_keys_bf16', 'bfloat16', 8, 1, 16, 16),
   )
-  def test_values_and_gradients(self, dtype, shape, heads, kv_heads, width):
-    cases, args = _operands(dtype, shape, heads, kv_heads, width)
+  def test_values_and_gradients(self, dtype, heads, kv_heads, width, tail):
+    shape = 2, 96
+    cases, args = _operands(dtype, shape, heads, kv_heads, width, tail)
     where = _pack(shape, (0, 0, 40), (0, 64, 1), (1, 0, 96))
     real = (where[0] > 0)[:, :, None, None]
-    g = kernel_cases.Cases('float32').normal(*args[0].shape) * real
+    g = kernel_cases.Cases('float32').normal(*shape, heads, width) * real
     got, vjp = jax.vjp(lambda *a: _kernel(*a, *where), *args)
     with jax.enable_x64(True):
       exact = [kernel_cases.exact(a) for a in args]
@@ -115,13 +123,18 @@ class SegmentTest(parameterized.TestCase):
 class PagedTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      ('one_split', 'float32', 4, 2, 90), ('two_splits', 'bfloat16', 8, 1, 580)
+      ('one_split', 'float32', 4, 2, 90, 0),
+      ('two_splits', 'bfloat16', 8, 1, 580, 0),
+      ('many_heads', 'float32', 8, 1, 90, 0),
+      ('long_keys', 'bfloat16', 64, 1, 90, 8),
   )
   def test_row_has_the_bits_of_the_prefill(
-      self, dtype, heads, kv_heads, tokens
+      self, dtype, heads, kv_heads, tokens, tail
   ):
     length = -(-tokens // _PAGE) * _PAGE + _PAGE
-    _, args = _operands(dtype, (1, length), heads, kv_heads, 16)
+    _, args = _operands(dtype, (1, length), heads, kv_heads, 16, tail)
+    if tail:  # as in latent attention
+      args = *args[:2], args[1][..., :16]
     q, k, v = (x[0, _PAGE:] for x in args)
     where = _pack((1, length), (0, _PAGE, tokens))
     want = np.asarray(_kernel(*args, *where))[0, _PAGE:]
@@ -131,9 +144,16 @@ class PagedTest(parameterized.TestCase):
         [[31, 32, -1], [tokens - 3, tokens - 2, tokens - 1]],
     ):
       positions = np.array(batch, np.int32)
-      cache = _cache(k, v, [max(row) + 1 for row in batch])
+      *pages, table = _cache(k, v, [max(row) + 1 for row in batch])
+      if tail:
+        pages[1] = pages[0]
       got = attention.paged_attention(
-          q[positions], *cache, positions, implementation='interpret'
+          q[positions],
+          *pages,
+          table,
+          positions,
+          width=16,
+          implementation='interpret',
       )
       used = positions >= 0
       np.testing.assert_array_equal(

@@ -26,7 +26,7 @@ def _loop(ptx: str) -> collections.Counter[str]:
   """
   blocks = re.split(r'^\$L__BB\w+:', ptx, flags=re.MULTILINE)
   found = [collections.Counter(_ARITHMETIC.findall(b)) for b in blocks]
-  products = 'wgmma.mma_async', 'fma.rn.f32'
+  products = 'wgmma.mma_async', 'mma.sync', 'fma.rn.f32'
   count = lambda ops: sum(ops[o] for o in ops if o.startswith(products))
   return max(found, key=count)
 
@@ -46,6 +46,20 @@ def _paged(dtype):
   pages = _spec(dtype, 256, 4, contract.KEY_BLOCK, 128)
   table, positions = _spec(jnp.int32, 64, 64), _spec(jnp.int32, 64)
   return _spec(dtype, 64, 32, 128), pages, pages, table, positions
+
+
+def _latent_prefill():
+  """Operands as those of a model of 1T parameters with latent attention."""
+  q, k = (_spec(jnp.bfloat16, 1, 1024, heads, 576) for heads in (64, 1))
+  ids = _spec(jnp.int32, 1, 1024)
+  return q, k, _spec(jnp.bfloat16, 1, 1024, 1, 512), ids, ids
+
+
+def _latent_attention(q, pages, table, positions):
+  """Of chunks: four query tokens a tile."""
+  return attention.paged_attention(
+      q, pages, pages, table, positions, width=512, implementation='triton'
+  )
 
 
 def _segment_attention(*args):
@@ -69,6 +83,42 @@ class AttentionTest(parameterized.TestCase):
       self.assertEmpty(lowered.atomics(ptx))
       self.assertEqual(lowered.resources(ptx)['spilled'], 0)
       self.assertIn('wgmma.mma_async', ptx)
+
+  def test_latent_attention(self):
+    loss = lambda *args: _segment_attention(*args).sum()
+    found = lowered.kernels(jax.grad(loss, (0, 1, 2)), *_latent_prefill())
+    pages = _spec(jnp.bfloat16, 256, 1, contract.KEY_BLOCK, 576)
+    found += lowered.kernels(
+        _latent_attention,
+        _spec(jnp.bfloat16, 64, 4, 64, 576),
+        pages,
+        _spec(jnp.int32, 64, 64),
+        _spec(jnp.int32, 64, 4),
+    )
+    kernels = {lowered.name(ptx): ptx for ptx in found}
+    self.assertLen(kernels, 5)
+    for name, ptx in kernels.items():
+      self.assertEmpty(lowered.atomics(ptx))
+      # Sums of keys and of values of 16 tokens at once: all registers there are.
+      most = 1024 if name == 'backward_kv_kernel' else 0
+      self.assertLessEqual(lowered.resources(ptx)['spilled'], most, name)
+    prefill, split = (
+        _loop(kernels[name])
+        for name in ('forward_kernel', 'paged_split_kernel')
+    )
+    self.assertEqual(prefill, split)
+    self.assertTrue(any(op.startswith('mma.sync') for op in prefill))
+
+  @parameterized.parameters((640, 576), (640, 512))
+  def test_what_fits_no_tile_is_refused(self, columns, width):
+    q, k, v = (
+        _spec(jnp.bfloat16, 1, 64, 1, c) for c in (columns,) * 2 + (width,)
+    )
+    ids = _spec(jnp.int32, 1, 64)
+    with self.assertRaisesRegex(
+        ValueError, f'keys of {columns} and values of {width}.*reference'
+    ):
+      lowered.kernels(_segment_attention, q, k, v, ids, ids)
 
   @parameterized.parameters('float32', 'bfloat16')
   def test_prefill_and_decode_run_the_same_instructions(self, dtype):

@@ -88,11 +88,26 @@ class RolesTest(parameterized.TestCase):
 
   @parameterized.product(
       dtype=('float32', 'bfloat16'),
-      kind=('sigmoid', 'dense'),
+      kind=('sigmoid', 'dense', 'deepseek'),
       batch=bitwise_test.BATCHES,
   )
   def test_2_other_models_too(self, dtype, kind, batch):
     bitwise_test.check_decode_equals_trainer(dtype, kind, *batch)
+
+  @parameterized.product(dtype=('float32', 'bfloat16'), batch=(1, 3, 7))
+  def test_2_every_op_of_latent_attention(self, dtype, batch):
+    cfg = dataclasses.replace(
+        _MODEL, layers=3, dtype=dtype, **bitwise_test.KINDS['deepseek']
+    )
+    params = step.rounded(params_lib.init(cfg, jax.random.key(0)))
+    want = ops.trainer(params, _texts(7), _PROMPT, cfg=cfg, shape=_SHAPE)
+    self.assertIn('layer 0, key', want[0].ops)
+    self.assertNotIn('layer 0, experts', want[0].ops)
+    self.assertIn('layer 2, experts', want[0].ops)
+    got = ops.decoder(
+        params, _texts(7)[:batch], _PROMPT, cfg=cfg, chunk=5, seed=batch
+    )
+    self._assert_equal(got, want[:batch])
 
   @parameterized.product(dtype=('float32', 'bfloat16'), batch=(1, 3, 7))
   def test_2_weights_are_swapped_in_mid_flight(self, dtype, batch):
