@@ -68,9 +68,7 @@ class ModelConfig:
   rope_scaling: rope.Yarn | rope.Llama3 | None = None
   norm_eps: float = 1e-6
   dtype: str = 'float32'  # of activations; published weights are always bf16
-  remat: bool = (
-      False  # a layer is computed again in the backward pass, not kept
-  )
+  remat: bool = False  # computes a layer again for its gradient, keeps less
   mtp_layers: int = 0  # tokens after the next one that training predicts too
   kernels: str | None = None  # None: triton on a GPU, reference elsewhere
 

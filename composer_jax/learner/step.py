@@ -54,11 +54,6 @@ def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
   )
 
 
-def _shardings(params: params_lib.Params, mesh: jax.sharding.Mesh):
-  specs = params_lib.pspecs(params, sharding.RULES)
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
 def abstract_state(
     cfg: config.ModelConfig,
     tx: optax.GradientTransformation,
@@ -100,12 +95,9 @@ def init_state(
   Raises:
     ValueError: the mesh cannot split the model.
   """
-  params_lib.check_split(cfg, sharding.RULES, mesh.shape)
-  init = jax.jit(
-      lambda key: params_lib.init(cfg, key),
-      out_shardings=_shardings(params_lib.abstract(cfg), mesh),
-  )
-  return restart(init(jax.random.key(seed)), tx, mesh)
+  places = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, tx, mesh))
+  make = lambda key: _fresh(params_lib.init(cfg, key), tx)
+  return jax.jit(make, out_shardings=places)(jax.random.key(seed))
 
 
 def restart(
@@ -118,9 +110,11 @@ def restart(
   Counters are on every device: one left on a single device would be restored
   onto a single device.
   """
-  params = jax.device_put(params, _shardings(params, mesh))
+  specs = params_lib.pspecs(params, sharding.RULES)
+  places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   with jax.set_mesh(mesh):
-    return jax.jit(functools.partial(_fresh, tx=tx))(params)
+    fresh = jax.jit(functools.partial(_fresh, tx=tx))
+    return fresh(jax.device_put(params, places))
 
 
 def rounded(params: params_lib.Params) -> params_lib.Params:

@@ -101,35 +101,45 @@ def _block(cfg, weights, x, attended, recorded=None):
 def _experts(normed, gates, experts, weights, cfg):
   """Sum of gate x expert over each row's choices, f32 [n D].
 
-  Where devices share the experts, each one runs its own on the rows of all.
-  A choice is nonzero on one device, so adding the devices up is exact in any
-  order, and the choices are then added in the order of a single device. No
-  choice is dropped, however uneven they are.
+  Where devices share the experts, rows travel around the ring of them and come
+  home with what each device's experts have added. A choice is one device's, so
+  its term is exact in any order, and the terms are then summed in the order of
+  a single device. No choice is dropped and no buffer grows with the devices,
+  however uneven the load is.
   """
   w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   how = dict(dtype=cfg.dtype, implementation=cfg.kernels)
   normed, gates = sharding.fan_out((normed, gates))
-  if sharding.size(sharding.EXPERT) == 1:
+  devices = sharding.size(sharding.EXPERT)
+  if devices == 1:
     y = grouped.expert_ffn(
         normed.astype(jnp.float32), gates, experts, w_in, weights.w_out, **how
     )
     return sharding.fan_in(y)
-  axis = sharding.EXPERT
-  gather = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
-  first = lax.axis_index(axis) * w_in.shape[0]
-  y = grouped.expert_choices(
-      gather(normed).astype(jnp.float32),
-      gather(gates),
-      gather(experts) - first,
-      w_in,
-      weights.w_out,
-      **how,
-  )
-  y = lax.psum_scatter(y, axis, tiled=True)
-  total = y[:, 0]
+  first = lax.axis_index(sharding.EXPERT) * w_in.shape[0]
+
+  # What a visit computes is computed again in the backward pass: kept, the
+  # room for the most uneven load would add up over the devices.
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def visit(carried, _):
+    normed, gates, experts, terms = carried
+    terms = terms + grouped.expert_choices(
+        normed.astype(jnp.float32),
+        gates,
+        experts - first,
+        w_in,
+        weights.w_out,
+        **how,
+    )
+    return sharding.passed_on((normed, gates, experts, terms)), None
+
+  terms = jnp.zeros((*experts.shape, normed.shape[-1]), jnp.float32)
+  carried = normed, gates, experts, terms
+  (*_, terms), _ = lax.scan(visit, carried, length=devices)
+  y = terms[:, 0]
   for k in range(1, cfg.top_k):
-    total = total + y[:, k]
-  return sharding.fan_in(total)
+    y = y + terms[:, k]
+  return sharding.fan_in(y)
 
 
 def layer(

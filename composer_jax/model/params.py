@@ -191,12 +191,13 @@ def pspecs(params: Params, rules: Mapping[str, str]) -> Params:
     params: of any leaves, such as `abstract` ones.
     rules: logical axis -> mesh axis; an axis not named is replicated.
   """
-  there = names(params)
+  declared = names(_declare(Params, lambda _, dims, __: ' '.join(dims)))
 
-  def leaf(name, dims, _):
-    return PartitionSpec(*_axes(dims, rules)) if name in there else None
+  def leaf(path, _):
+    dims = declared[_name(path)].split()
+    return PartitionSpec(*_axes(dims, rules))
 
-  return _declare(Params, leaf)
+  return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def _axes(dims, rules):

@@ -87,6 +87,12 @@ def whole(tree: Any, specs: Any, *, skip: int = 0) -> Any:
   return jax.tree.map(leaf, tree, specs) if size(FSDP) > 1 else tree
 
 
+def passed_on(tree: Any) -> Any:
+  """To the next device on the ring of those that share the experts."""
+  n = size(EXPERT)
+  return lax.ppermute(tree, EXPERT, [(i, (i + 1) % n) for i in range(n)])
+
+
 def summed(grads: Any, specs: Any) -> Any:
   """Adds gradients of a device's rows to those of the others' rows.
 

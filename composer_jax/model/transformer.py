@@ -210,9 +210,8 @@ def token_logps(
     (log-probs, entropy in nats); [B T V] is never held.
   """
   shape = targets.shape
-  specs = params_lib.pspecs(params, sharding.RULES)
-  rest = dict.fromkeys(('dense_layers', 'layers', 'mtp'))
-  top = sharding.whole(params.replace(**rest), specs.replace(**rest))
+  top = params.replace(dense_layers=None, layers=None, mtp=None)
+  top = sharding.whole(top, params_lib.pspecs(top, sharding.RULES))
   logps, entropy = logprob.target_log_probs(
       (top.norm, top.head),
       hidden.reshape(-1, hidden.shape[-1]),

@@ -157,7 +157,7 @@ class LowerTest(parameterized.TestCase):
     kinds |= dict(advantages=jnp.float32)
     fields = {name: _Shape(shape, kind) for name, kind in kinds.items()}
     fields['routing'] = _Shape((*shape, 2, 2), jnp.uint8)
-    mesh = step.make_mesh(config.MeshConfig(2))
+    mesh = step.make_mesh(config.MeshConfig(data=1, expert=2))
     got = self._compiled(
         lambda params, batch, z: step.gradients(
             params, batch, z, cfg=cfg, loss=losses.DppoTv(), mesh=mesh
