@@ -96,7 +96,7 @@ class Writer:
     changed = [k for k in header if found.get(k) != header[k]]
     if changed:
       raise ValueError(
-          f'{folder}: holds tokens of another {changed[0]}; choose a new'
+          f'{folder}: holds tokens of a build with another {changed[0]}; choose a new'
           ' --output'
       )
     self.index = found
