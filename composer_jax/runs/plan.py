@@ -96,7 +96,7 @@ def text(cfg: config.Experiment, found: shapes.Shapes | None = None) -> str:
   lines = [f'Experiment {cfg.name}, seed {cfg.seed}']
   for title, rows in sections:
     lines += ['', title]
-    lines += [f'  {name:<22} {value}' for name, value in rows]
+    lines += [f'  {name:<26} {value}' for name, value in rows]
   return '\n'.join(lines)
 
 

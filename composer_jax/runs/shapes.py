@@ -107,11 +107,11 @@ def of(cfg: config.Experiment) -> Shapes:
   model = dataclasses.replace(cfg.model, kernels=launch.REFERENCE)
   mesh, tx = step.make_mesh(cfg.mesh), cfg.rl_optimizer.build()
   state = step.abstract_state(model, tx, mesh)
-  batch, scalar = _batch(cfg, mesh), jax.ShapeDtypeStruct((), jnp.float32)
+  rows, scalar = batch(cfg, mesh), jax.ShapeDtypeStruct((), jnp.float32)
   reference = stats.needs_reference(cfg.loss)
   traced = step.gradients.trace(
       state.params,
-      batch,
+      rows,
       scalar,
       cfg=model,
       loss=cfg.loss,
@@ -130,7 +130,7 @@ def of(cfg: config.Experiment) -> Shapes:
       parameters=held(state.params) * (1 + reference),
       gradients=held(state.params),
       optimizer=held(state.opt_state),
-      batch=held(batch),
+      batch=held(rows),
       backward=backward,
       update=optimizer,
       collectives=tuple(collectives(traced.jaxpr, mesh.shape)),
@@ -151,7 +151,7 @@ def held(tree: Any) -> int:
   return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _batch(cfg: config.Experiment, mesh: jax.sharding.Mesh) -> batch_lib.Batch:
+def batch(cfg: config.Experiment, mesh: jax.sharding.Mesh) -> batch_lib.Batch:
   """A micro-batch with recorded routes."""
   rows = NamedSharding(mesh, PartitionSpec(sharding.ROWS))
   shape, m = (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row), cfg.model

@@ -35,6 +35,6 @@ def experiment() -> config.Experiment:
           dtype='bfloat16',
           remat=True,
       ),
-      mesh=config.MeshConfig(data=1, fsdp=8, expert=8),
+      mesh=config.MeshConfig(data=1, fsdp=32, expert=2),
       rl=dataclasses.replace(whole.rl, rows_per_batch=64),
   )
