@@ -6,6 +6,8 @@ from collections.abc import Callable
 import os
 
 from absl import flags as absl_flags
+
+from composer_jax import config
 from experiments import flags
 from experiments import job
 
@@ -24,6 +26,19 @@ def define() -> None:
   )
 
 
+def _plan(cfg: config.Experiment) -> str:
+  """Also what the steps take, if the mesh is larger than a machine."""
+  from composer_jax.runs import plan
+  from composer_jax.runs import shapes
+  from experiments import machine
+
+  plan.check(cfg)
+  if cfg.mesh.devices <= machine.MAX_HOST_DEVICES:
+    return plan.text(cfg)
+  machine.pretend(cfg.mesh.devices)
+  return plan.text(cfg, shapes.of(cfg))
+
+
 def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
   """Resolves the config, opens the work directory and runs `work`.
 
@@ -36,9 +51,7 @@ def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
   """
   cfg = flags.experiment()
   if absl_flags.FLAGS.dry_run:
-    from composer_jax.runs import plan
-
-    print(plan.text(cfg))
+    print(_plan(cfg))
     return 0
   processes = join()
   with job.in_turn('workdir'):

@@ -16,7 +16,7 @@ from composer_jax import config
 
 # A host can pretend to have any number of devices; beyond this many in one
 # process they only cost time.
-_MAX_HOST_DEVICES = 8
+MAX_HOST_DEVICES = 8
 _STOPPING = 'stopping after this step; once more to abort without saving'
 
 
@@ -49,7 +49,7 @@ def setup_devices(
   want = cfg.mesh.devices
   decoders = 0
   if jax.config.jax_num_cpu_devices < 0:
-    most = max(_MAX_HOST_DEVICES, os.cpu_count() or 1)
+    most = max(MAX_HOST_DEVICES, os.cpu_count() or 1)
     decoders = int(processes == 1)
     here = min(-(-want // processes), most) + decoders
     jax.config.update('jax_num_cpu_devices', here)
@@ -71,6 +71,12 @@ def setup_devices(
   if processes > 1:
     return Devices(devices, jax.local_devices()[0])
   return Devices(devices[:want], devices[min(want, len(devices) - 1)])
+
+
+def pretend(devices: int) -> None:
+  """Starts jax with this many devices that can compile, and hold nothing."""
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', devices)
 
 
 def setup_cache(cache: str | None = None) -> None:

@@ -83,6 +83,19 @@ def _bucket(sizes: Sequence[int], n: int) -> int:
   return next(s for s in sizes if s >= n)
 
 
+def table_width(rollout: config.RolloutConfig) -> int:
+  """Pages of the longest sequence."""
+  return -(-rollout.context_tokens // contract.KEY_BLOCK)
+
+
+def page_count(rollout: config.RolloutConfig) -> int:
+  """Pages of a device."""
+  width = table_width(rollout)
+  if rollout.cache_tokens is None:
+    return rollout.slots * width
+  return max(rollout.cache_tokens // contract.KEY_BLOCK, width)
+
+
 class Runner:
   """Owns the params and the pages on one device.
 
@@ -100,11 +113,8 @@ class Runner:
       device: jax.Device,
   ) -> None:
     self._cfg, self._rollout, self._device = cfg, rollout, device
-    self.width = -(-rollout.context_tokens // contract.KEY_BLOCK)
-    if rollout.cache_tokens is None:
-      self.pages = rollout.slots * self.width
-    else:
-      self.pages = max(rollout.cache_tokens // contract.KEY_BLOCK, self.width)
+    self.width = table_width(rollout)
+    self.pages = page_count(rollout)
     self.tiles = rollout.prefill_tokens // contract.QUERY_ROWS
     self._tile_counts = _geometric(min(16, self.tiles), self.tiles, 4)
     self._slot_counts = _geometric(16, rollout.slots, 4)

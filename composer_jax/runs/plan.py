@@ -1,6 +1,7 @@
 """The resolved plan of a run as text: what it will do, in which units.
 
-A pure function of the experiment; nothing is allocated or compiled.
+A function of the experiment and, for a mesh that is not here, of what was found
+out about its programs; nothing is allocated or compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
+from composer_jax.rollout import runner
+from composer_jax.runs import shapes
 from kernels_triton import contract
 
 
@@ -68,8 +71,12 @@ def _windows(cfg: config.Experiment) -> int:
   return cfg.harness.max_turns if summing else 1
 
 
-def text(cfg: config.Experiment) -> str:
+def text(cfg: config.Experiment, found: shapes.Shapes | None = None) -> str:
   """Returns the plan: work, batch arithmetic, memory, shapes to compile.
+
+  Args:
+    cfg: the experiment.
+    found: about its steps; takes the place of an estimate.
 
   Raises:
     ValueError: as `check`.
@@ -79,13 +86,17 @@ def text(cfg: config.Experiment) -> str:
       ('Model', _model(cfg)),
       ('Work', _work(cfg)),
       ('RL step', _rl_step(cfg)),
-      ('Memory, estimated', _memory(cfg)),
+      *(
+          shapes.sections(found, cfg)
+          if found
+          else [('Memory, estimated', _memory(cfg))]
+      ),
       ('Programs to compile', _programs(cfg)),
   )
   lines = [f'Experiment {cfg.name}, seed {cfg.seed}']
   for title, rows in sections:
     lines += ['', title]
-    lines += [f'  {name:<22} {value}' for name, value in rows]
+    lines += [f'  {name:<26} {value}' for name, value in rows]
   return '\n'.join(lines)
 
 
@@ -166,7 +177,7 @@ def _memory(cfg: config.Experiment) -> _Rows:
       functools.partial(
           decode.init_pages,
           cfg.model,
-          _pages(cfg.rollout),
+          runner.page_count(cfg.rollout),
       )
   )
   sizes = {
@@ -180,13 +191,6 @@ def _memory(cfg: config.Experiment) -> _Rows:
   for name, size in sizes.items():
     yield name, _mib(size)
   yield 'sum', f'{_mib(sum(sizes.values()))}, programs and libraries apart'
-
-
-def _pages(rollout: config.RolloutConfig) -> int:
-  size = contract.KEY_BLOCK
-  if rollout.cache_tokens is None:
-    return rollout.slots * -(-rollout.context_tokens // size)
-  return rollout.cache_tokens // size
 
 
 def _activation_bytes(cfg: config.Experiment) -> int:
