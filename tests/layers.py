@@ -73,7 +73,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'configs': (
         'experiments/configs/*.py',
-        'agents config fleet learner model rewards',
+        'agents config fleet learner model rewards rope',
         '',
     ),
     'bench_suites': (
