@@ -179,7 +179,7 @@ class SmallTest(parameterized.TestCase):
     said = collections.Counter()
     for c in found.collectives:
       said[c.kind] += c.count
-    # XLA drops what nobody reads, such as metrics, and makes two of some sums.
+    # XLA drops what nobody reads, such as metrics, and cuts other sums up.
     compiled = _compiled(cfg)
     kind = 'reduce-scatter'
     self.assertEqual(said[kind], compiled[kind])

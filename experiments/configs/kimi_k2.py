@@ -5,7 +5,9 @@
       --set=base=MODEL --set=tasks.path=TASKS
 
 The sizes are declared here, so a dry run needs no folder; those of MODEL take
-their place. Everything else is that of the `coder` config.
+their place. Everything else is that of the `coder` config. Rollouts need a device
+that holds all weights, as decode is not split: what can run today is the dry run
+and the next-token phases.
 """
 
 import dataclasses
