@@ -1,13 +1,11 @@
 """Kimi-K2 on repository tasks, on 512 accelerators of 140 GB.
 
   python3 -m experiments.rl --config=kimi_k2 --workdir=DIR --dry_run
-  python3 -m experiments.rl --config=kimi_k2 --workdir=DIR
-      --set=base=MODEL --set=tasks.path=TASKS
 
-The sizes are declared here, so a dry run needs no folder; those of MODEL take
-their place. Everything else is that of the `coder` config. Rollouts need a device
-that holds all weights, as decode is not split: what can run today is the dry run
-and the next-token phases.
+The sizes are declared here, so a dry run needs no folder; with --set=base=MODEL
+those of a folder take their place. Everything else is that of the `coder` config.
+RL cannot run at this size yet: decode is not split, and no device holds all
+weights. The dry run shows what the train step takes.
 """
 
 import dataclasses
