@@ -67,7 +67,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'runs': (
         'composer_jax/runs/*.py',
         'agents config config_text dashboard fleet kernels_triton learner model'
-        ' rewards rollout trace typing weights',
+        ' rewards rollout rope trace typing weights',
         f'{_JAX} ml_dtypes orbax pyarrow rich tensorboardX tensorstore'
         ' tokenizers',
     ),

@@ -7,11 +7,13 @@ import socket
 import time
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import httpx
 import jax
 from tests import served_store
 from tests import serving_kit as lib
 
+from composer_jax import rope
 from composer_jax.rollout import server
 from composer_jax.runs import gateway
 from composer_jax.runs import serving
@@ -19,7 +21,7 @@ from composer_jax.runs import stored_model
 from composer_jax.weights import store as store_lib
 
 
-class StoredModelTest(absltest.TestCase):
+class StoredModelTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -40,6 +42,14 @@ class StoredModelTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'another model'):
       stored_model.write(self.store.url, other)
     self.assertEqual(stored_model.read(self.store.url), self.store.model)
+
+  @parameterized.parameters(rope.Yarn(4.0, 64), rope.Llama3(8.0, 64, 1.0, 4.0))
+  def test_positions_come_back(self, scaling):
+    model = dataclasses.replace(lib.EXPERIMENT.model, rope_scaling=scaling)
+    stored = dataclasses.replace(self.store.model, model=model)
+    url = f'file://{self.folder}/other/'
+    stored_model.write(url, stored)
+    self.assertEqual(stored_model.read(url), stored)
 
   def test_what_is_missing_or_damaged_is_named(self):
     weights = self.folder / 'weights'

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from composer_jax import config
+from composer_jax import rope
 from composer_jax.agents import chat
 from composer_jax.agents import renderer
 from composer_jax.weights import store as store_lib
@@ -71,6 +72,9 @@ def write(url: str, stored: StoredModel) -> None:
   """
   tokenizer = stored.tokenizer.encode()
   record = dataclasses.asdict(stored)
+  if stored.model.rope_scaling is not None:
+    kind = type(stored.model.rope_scaling).__name__
+    record['model']['rope_scaling']['kind'] = kind
   record['tokenizer'] = hashlib.sha256(tokenizer).hexdigest()
   text = json.dumps(record, indent=2, sort_keys=True).encode()
   store = store_lib.Store(url)
@@ -102,15 +106,24 @@ def read(url: str) -> StoredModel:
     return StoredModel(
         **record
         | {
-            'model': config.ModelConfig(**record['model']),
+            'model': _model(record['model']),
             'tokenizer': tokenizer.decode(),
             'stop': tuple(record['stop']),
         }
     )
-  except TypeError as e:
+  except (TypeError, KeyError) as e:
     raise ValueError(
         f'{store.url}{MODEL}: written by another version of composer_jax: {e}'
     ) from e
+
+
+def _model(fields: dict[str, Any]) -> config.ModelConfig:
+  """A config from its fields; what a store says imports nothing."""
+  scaling = fields['rope_scaling']
+  if scaling is not None:
+    kinds = {kind.__name__: kind for kind in (rope.Yarn, rope.Llama3)}
+    scaling = kinds[scaling.pop('kind')](**scaling)
+  return config.ModelConfig(**fields | {'rope_scaling': scaling})
 
 
 def _get(store: store_lib.Store, key: str) -> bytes:
