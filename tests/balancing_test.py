@@ -56,7 +56,7 @@ def _tokens(batches):
   return float(sum(np.count_nonzero(b.segments) for b in batches))
 
 
-def _gradients(batches, devices=2, params=None, balancing=_ALL):
+def _gradients(batches, params=None, balancing=_ALL):
   total = metrics = None
   for batch in batches:
     g, m = step.gradients(
@@ -65,7 +65,7 @@ def _gradients(batches, devices=2, params=None, balancing=_ALL):
         jnp.float32(100.0),
         cfg=_CFG,
         loss=losses.NextToken(),
-        mesh=step.make_mesh(config.MeshConfig(devices)),
+        mesh=step.make_mesh(config.MeshConfig(2)),
         balancing=balancing,
         tokens=_tokens(batches),
     )
@@ -118,10 +118,6 @@ class BalancingTest(parameterized.TestCase):
     moved = np.abs(alone.layers.moe.router - want.layers.moe.router).max()
     self.assertGreater(moved, 1e-4)
 
-  def test_number_of_devices_does_not_matter(self):
-    want, _ = _gradients([_pack(_documents())])
-    _near(_gradients([_pack(_documents())], devices=4)[0], want)
-
   def test_cut_into_batches_matters_for_the_product_of_means_only(self):
     documents = _documents()
     parts = [_pack(documents[:1]), _pack(documents[1:])]
@@ -145,12 +141,8 @@ class BalancingTest(parameterized.TestCase):
         1e-6,
     )
 
-  @parameterized.named_parameters(
-      ('adamw', optimizer.AdamW(weight_decay=0.5)),
-      ('muon', optimizer.Muon(weight_decay=0.5)),
-  )
-  def test_bias_moves_by_the_sign_of_the_load_and_by_nothing_else(self, made):
-    tx = made.build()
+  def test_bias_moves_by_the_sign_of_the_load_and_by_nothing_else(self):
+    tx = optimizer.AdamW(weight_decay=0.5).build()
     mesh = step.make_mesh(config.MeshConfig(2))
     moe = _params().layers.moe
     bias = np.float32([[0.5, 0, 0, 0], [0, 0, 0, -0.5]])

@@ -177,3 +177,17 @@ def near(got, want, name):
 
 def _bits(x):
   return np.asarray(x, np.float32).view(np.uint32)
+
+
+def compiled(mesh, cfg=CFG):
+  """Forward and backward of a mesh, compiled on no weights."""
+  mesh = step.make_mesh(mesh)
+  tx = optimizer_of('adamw')
+  return step.gradients.lower(
+      step.abstract_state(cfg, tx, mesh).params,
+      batch(),
+      jnp.float32(1.0),
+      cfg=cfg,
+      loss=losses.NextToken(),
+      mesh=mesh,
+  ).compile()

@@ -5,14 +5,23 @@ import socket
 import subprocess
 import time
 
+import jax
+import numpy as np
 from tests import small_run
+
+from composer_jax.learner import step as step_lib
+from composer_jax.runs import digest
+from composer_jax.runs import pipeline
 
 EDITS = (
     'mesh.data=2',
     'mesh.fsdp=2',
     'phases.midtrain.steps=2',
-    'phases.warmup.steps=12',
+    'phases.warmup.steps=4',
 )
+STEPS = 2 + 4  # of both phases
+GONE = 'another process of the job is gone'
+_FIGURES = ('loss', 'grad_norm')
 
 
 def free_port():
@@ -75,3 +84,37 @@ def wait_for(workdir, step, job, seconds=200):
         p.kill()
       raise AssertionError([p.communicate()[1][-2000:] for p in job])
     time.sleep(0.02)
+
+
+def figures(workdir):
+  """Step of the warm-up -> loss and norm, without the one before any step."""
+  return {
+      at: [r[f] for f in _FIGURES]
+      for at, r in records(workdir).items()
+      if 'loss' in r
+  }
+
+
+def one_process(workdir, cfg):
+  """Runs, or goes on with, the phases in this process and its four devices."""
+  run = pipeline.open_run(
+      cfg,
+      workdir,
+      mesh=step_lib.make_mesh(cfg.mesh),
+      decoder=jax.devices()[0],
+      stop=lambda: False,
+  )
+  with run.writer:
+    state, complete = pipeline.next_token_phases(run)
+  assert complete
+  return state
+
+
+def assert_close(state, workdir, cfg):
+  """Compares parameters with those of a finished warm-up."""
+  got = digest.restored(cfg, workdir, 'warmup', step_lib.make_mesh(cfg.mesh))
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+      jax.device_get(state.params),
+      jax.device_get(got.params),
+  )

@@ -202,7 +202,7 @@ def stored_host(
   """
   folder = workdir / 'weights'
   if not folder.exists():
-    raise ValueError(f'{folder}: missing; the run has published no weights yet')
+    raise ValueError(f'{folder}: no version has been published yet')
   url = f'file://{folder.resolve()}/'
   return host_lib.RolloutHost(
       cfg,

@@ -1,7 +1,10 @@
 """A job of two processes through all that may happen to it, bit for bit."""
 
 import pathlib
+import shutil
 import signal
+import tempfile
+import time
 
 from absl.testing import absltest
 
@@ -11,7 +14,7 @@ from composer_jax.runs import digest
 from tests import small_config
 from tests import small_job
 
-_STEPS = 'phases.warmup.steps=40'
+_STEPS, _FEW = 'phases.warmup.steps=40', 'phases.warmup.steps=12'
 
 
 def _digests(workdir):
@@ -44,12 +47,60 @@ class JobTest(absltest.TestCase):
     job[0].kill()
     _, (code, _, err) = small_job.ended(job)
     self.assertNotEqual(code, 0)
-    self.assertIn('another process of the job is gone', err)
+    self.assertIn(small_job.GONE, err)
     for code, _, err in small_job.ended(
         small_job.start(base / 'parts', _STEPS)
     ):
       self.assertEqual(code, 0, err)
     self.assertEqual(_digests(base / 'parts'), _digests(base / 'whole'))
+
+
+class KilledTest(absltest.TestCase):
+  """A job whose second process is killed in the warm-up, and that goes on."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.base = pathlib.Path(tempfile.mkdtemp())
+    cls.cfg = config_text.override(
+        small_config.experiment(), *small_job.EDITS, _FEW
+    )
+    cls.workdir = cls.base / 'job'
+    job = small_job.start(cls.workdir, _FEW)
+    small_job.wait_for(cls.workdir, 3, job)
+    job[1].kill()
+    killed = time.monotonic()
+    cls.killed = small_job.ended(job)
+    cls.seconds = time.monotonic() - killed
+    cls.before = small_job.figures(cls.workdir)
+    shutil.copytree(cls.workdir, cls.base / 'alone')
+    cls.resumed = small_job.ended(small_job.start(cls.workdir, _FEW))
+
+  @classmethod
+  def tearDownClass(cls):
+    shutil.rmtree(cls.base)
+    super().tearDownClass()
+
+  def test_the_other_process_ends_with_one_clear_line(self):
+    (code, _, err), (victim, _, _) = self.killed
+    self.assertEqual(victim, -signal.SIGKILL)
+    self.assertNotIn(code, (0, victim))
+    self.assertIn(small_job.GONE, err.splitlines()[-1])
+    self.assertNotIn('Traceback', err)
+    self.assertLess(self.seconds, 20)
+
+  def test_the_same_commands_go_on_with_the_same_bits(self):
+    for code, _, err in self.resumed:
+      self.assertEqual(code, 0, err)
+    again = small_job.figures(self.workdir)
+    self.assertLen(again, 12)
+    self.assertGreaterEqual(len(self.before), 3)
+    # Trained a second time, by other processes, from the same checkpoint.
+    self.assertEqual(self.before, {at: again[at] for at in self.before})
+
+  def test_one_process_goes_on_from_the_checkpoint_of_two(self):
+    state = small_job.one_process(self.base / 'alone', self.cfg)
+    small_job.assert_close(state, self.workdir, self.cfg)
 
 
 if __name__ == '__main__':
