@@ -14,6 +14,7 @@ from absl.testing import absltest
 from composer_jax import trace
 from composer_jax.agents import tools
 from composer_jax.runs import evaluate
+from composer_jax.runs import stored_model
 from tests import small_run
 
 _README = (small_run.ROOT / 'README.md').read_text()
@@ -92,6 +93,9 @@ class ReadmeTest(absltest.TestCase):
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     first = next(r for r in map(json.loads, lines) if r['phase'] == 'rl')
     self.assertEqual(first['soft_clip/weight'], 1.0)  # exactly on-policy
+    # The store says what a host anywhere needs to know.
+    model = stored_model.read(f'file://{workdir}/weights/')
+    self.assertEqual(model.model.vocab, model.chat_format().vocab_size)
     kept = [*(workdir / 'trajectories').glob('0*/*.traj')]
     self.assertNotEmpty(kept)
     for path in kept:

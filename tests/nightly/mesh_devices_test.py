@@ -21,9 +21,11 @@ class MeshTest(parameterized.TestCase):
   def test_experts_and_heads_are_split(self):
     mesh_cases.check(config.MeshConfig(1, 1, 2, 2))
 
-  @parameterized.parameters(*mesh_cases.OPTIMIZERS)
-  def test_update_of_split_experts_and_heads(self, name):
-    mesh_cases.check_update(config.MeshConfig(1, 1, 2, 2), name)
+  @parameterized.product(
+      axes=((1, 2, 2, 1), (1, 1, 2, 2)), name=tuple(mesh_cases.OPTIMIZERS)
+  )
+  def test_update_is_that_of_one_device(self, axes, name):
+    mesh_cases.check_update(config.MeshConfig(*axes), name)
 
   def test_eight_devices(self):
     cache = jax.config.jax_compilation_cache_dir
