@@ -53,6 +53,7 @@ class ModelFactsTest(parameterized.TestCase):
         f'{total:,}, {active:,} active per token',
         '4 of width 16, 2 per token',
         'router softmax, gates renormalised',
+        'rope theta 10000, not scaled',
         'layers/moe/w_in 2 x 4 x 32 x 2 x 16 8.19k',
         # Keys and values of two heads of 8 in two layers, f32.
         f'its cache {2 * 2 * 2 * 8 * 4} bytes per token',

@@ -88,7 +88,7 @@ def _architecture(cfg: config.ModelConfig) -> dict[str, str]:
           if cfg.kv_latent
           else f'{cfg.q_heads} query, {cfg.kv_heads} key heads of {cfg.head_dim}'
       ),
-      'rope theta': f'{cfg.rope_theta:g}',
+      'positions': f'rope theta {cfg.rope_theta:g}, {_scaling(cfg)}',
   }
   if cfg.experts:
     gates = 'renormalised' if cfg.renormalize else 'as they are'
@@ -104,6 +104,14 @@ def _architecture(cfg: config.ModelConfig) -> dict[str, str]:
   if yes:
     out['besides'] = ', '.join(yes)
   return out
+
+
+def _scaling(cfg: config.ModelConfig) -> str:
+  scaling = cfg.rope_scaling
+  if scaling is None:
+    return 'not scaled'
+  kind = type(scaling).__name__
+  return f'{kind} x {scaling.factor:g} of {scaling.original_tokens:,} tokens'
 
 
 def _parts(cfg: config.ModelConfig) -> console.RenderableType:
