@@ -1,54 +1,13 @@
 """Several processes train as one: the same run, and an end when one dies."""
 
 import pathlib
-import shutil
-import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import numpy as np
 
-from composer_jax import config_text
 from composer_jax.learner import processes
-from tests import small_config
 from tests import small_job
 from tests import small_run
-
-
-class JobTest(absltest.TestCase):
-  """One job of two processes."""
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.base = pathlib.Path(tempfile.mkdtemp())
-    cls.cfg = config_text.override(small_config.experiment(), *small_job.EDITS)
-    cls.workdir = cls.base / 'job'
-    cls.ended = small_job.ended(small_job.start(cls.workdir))
-
-  @classmethod
-  def tearDownClass(cls):
-    shutil.rmtree(cls.base)
-    super().tearDownClass()
-
-  def test_only_process_0_writes(self):
-    (code, first, _), (other_code, other, err) = self.ended
-    self.assertEqual((code, other_code), (0, 0), err)
-    self.assertIn('warmup', first)
-    self.assertEqual(other, '')
-    self.assertEqual(err, '')
-    lines = (self.workdir / 'metrics.jsonl').read_text().splitlines()
-    trained = [x for x in lines if '"loss"' in x]
-    self.assertLen(trained, small_job.STEPS)
-
-  def test_one_process_gives_the_same_run(self):
-    (self.base / 'one').mkdir()
-    shutil.copy(self.workdir / 'tokenizer.json', self.base / 'one')
-    state = small_job.one_process(self.base / 'one', self.cfg)
-    want = small_job.figures(self.base / 'one')
-    got = small_job.figures(self.workdir)
-    np.testing.assert_allclose(list(got.values()), list(want.values()), 1e-5)
-    small_job.assert_close(state, self.workdir, self.cfg)
 
 
 class WrongJobTest(parameterized.TestCase):

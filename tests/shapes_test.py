@@ -180,7 +180,7 @@ class SmallTest(parameterized.TestCase):
     kind = 'reduce-scatter'
     self.assertEqual(said[kind], compiled[kind])
     for kind, count in compiled.items():
-      self.assertAlmostEqual(said[kind] / count, 1, delta=0.25, msg=kind)
+      self.assertBetween(said[kind] / count, 0.8, 1.5, kind)
     text = plan.text(cfg, found)
     self.assertIn(f'{found.cache:,} bytes per token', text)
     self.assertNotIn('estimated', text)

@@ -7,6 +7,7 @@ import tempfile
 import time
 
 from absl.testing import absltest
+import numpy as np
 
 from composer_jax import config_text
 from composer_jax.learner import step
@@ -26,6 +27,42 @@ def _digests(workdir):
 
 
 class JobTest(absltest.TestCase):
+  """One job of two processes."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.base = pathlib.Path(tempfile.mkdtemp())
+    cls.cfg = config_text.override(small_config.experiment(), *small_job.EDITS)
+    cls.workdir = cls.base / 'job'
+    cls.ended = small_job.ended(small_job.start(cls.workdir))
+
+  @classmethod
+  def tearDownClass(cls):
+    shutil.rmtree(cls.base)
+    super().tearDownClass()
+
+  def test_only_process_0_writes(self):
+    (code, first, _), (other_code, other, err) = self.ended
+    self.assertEqual((code, other_code), (0, 0), err)
+    self.assertIn('warmup', first)
+    self.assertEqual(other, '')
+    self.assertEqual(err, '')
+    lines = (self.workdir / 'metrics.jsonl').read_text().splitlines()
+    trained = [x for x in lines if '"loss"' in x]
+    self.assertLen(trained, small_job.STEPS)
+
+  def test_one_process_gives_the_same_run(self):
+    (self.base / 'one').mkdir()
+    shutil.copy(self.workdir / 'tokenizer.json', self.base / 'one')
+    state = small_job.one_process(self.base / 'one', self.cfg)
+    want = small_job.figures(self.base / 'one')
+    got = small_job.figures(self.workdir)
+    np.testing.assert_allclose(list(got.values()), list(want.values()), 1e-5)
+    small_job.assert_close(state, self.workdir, self.cfg)
+
+
+class StoppedTest(absltest.TestCase):
 
   def test_stopped_killed_and_resumed_job_is_bit_equal(self):
     base = pathlib.Path(self.create_tempdir().full_path)
