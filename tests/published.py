@@ -27,8 +27,8 @@ CONTEXT_TOKENS = 4096
 
 
 def write(folder: pathlib.Path, cfg: config.ModelConfig = MODEL) -> None:
-  """Makes the folder of a Qwen3-MoE."""
-  params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(0)))
+  """Makes the folder of a Qwen3-MoE, whose seed no experiment has."""
+  params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(7)))
   named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
   files = chat_files.write(
       chat_test.tokenizer().to_str(), chat_test.QWEN, ['<|im_end|>'], {}

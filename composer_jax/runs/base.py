@@ -43,20 +43,14 @@ def adopt(cfg: config.Experiment) -> config.Experiment:
   return dataclasses.replace(cfg, model=dataclasses.replace(sizes, **how))
 
 
-def described(
-    cfg: config.Experiment, tokenizer: str
-) -> stored_model.StoredModel:
-  """What the run's store says of its model.
-
-  Args:
-    cfg: the experiment.
-    tokenizer: of a model without a base: JSON text.
+def published(cfg: config.Experiment) -> stored_model.StoredModel | None:
+  """What the run's store says of a model that has a base.
 
   Raises:
     ValueError: files of the base are missing.
   """
   if cfg.base is None:
-    return stored_model.trained_here(cfg, tokenizer)
+    return None
   found = conversion.model_of(pathlib.Path(cfg.base), cfg.name)
   return dataclasses.replace(found, model=cfg.model)
 

@@ -93,12 +93,12 @@ def open_run(
   stats.check_loss(cfg.loss)
   plan.check(cfg)
   path = workdir / stored_model.TOKENIZER
-  names: Mapping[str, str] = {}
-  if cfg.base:
-    adopted = base.described(cfg, '')
-    names = adopted.names
-    sources.keep(path, adopted.tokenizer)
-  texts = sources.open_texts(cfg, path, names)
+  model = base.published(cfg)
+  if model is not None:
+    sources.keep(path, model.tokenizer)
+  texts = sources.open_texts(cfg, path, model.names if model else {})
+  if model is None:
+    model = stored_model.trained_here(cfg, path.read_text(encoding='utf-8'))
   steps = {
       name: _newest(workdir, name)
       for name in (*(phase.name for phase in cfg.phases), 'rl')
@@ -108,7 +108,7 @@ def open_run(
       workdir=workdir,
       mesh=mesh,
       decoder=decoder,
-      model=base.described(cfg, path.read_text(encoding='utf-8')),
+      model=model,
       texts=texts,
       writer=(
           writer_lib.Writer(workdir, {**steps, 'eval': steps['rl']})
