@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from tests import hub_configs
 from safetensors import numpy as safetensors_numpy
 
 from composer_jax import config
@@ -281,45 +282,6 @@ class ParityTest(parameterized.TestCase):
       )
 
 
-# As published, but for what is of no matter here.
-_KIMI = {
-    'first_k_dense_replace': 1,
-    'hidden_act': 'silu',
-    'hidden_size': 7168,
-    'intermediate_size': 18432,
-    'kv_lora_rank': 512,
-    'max_position_embeddings': 131_072,
-    'moe_intermediate_size': 2048,
-    'moe_layer_freq': 1,
-    'n_group': 1,
-    'n_routed_experts': 384,
-    'n_shared_experts': 1,
-    'norm_topk_prob': True,
-    'num_attention_heads': 64,
-    'num_experts_per_tok': 8,
-    'num_hidden_layers': 61,
-    'num_key_value_heads': 64,
-    'q_lora_rank': 1536,
-    'qk_nope_head_dim': 128,
-    'qk_rope_head_dim': 64,
-    'rms_norm_eps': 1e-6,
-    'rope_scaling': {
-        'beta_fast': 1.0,
-        'beta_slow': 1.0,
-        'factor': 32.0,
-        'mscale': 1.0,
-        'mscale_all_dim': 1.0,
-        'original_max_position_embeddings': 4096,
-        'type': 'yarn',
-    },
-    'rope_theta': 50_000.0,
-    'routed_scaling_factor': 2.827,
-    'scoring_func': 'sigmoid',
-    'topk_group': 1,
-    'topk_method': 'noaux_tc',
-    'v_head_dim': 128,
-    'vocab_size': 163_840,
-}
 _SMALL = config.ModelConfig(
     vocab=64,
     layers=1,
@@ -475,7 +437,7 @@ class FolderTest(parameterized.TestCase):
       ),
   )
   def test_configs_of_the_hub(self, kind, changes, total, active):
-    fields = {**_KIMI, **changes, 'model_type': kind}
+    fields = {**hub_configs.KIMI_K2, **changes, 'model_type': kind}
     cfg = families.to_config(fields)
     self.assertEqual(params_lib.count(cfg), (total, active))
     self.assertEqual(

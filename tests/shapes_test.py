@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from tests import hub_configs
 from tests import mesh_cases
 from tests import small_config
 
@@ -26,73 +27,10 @@ from composer_jax.runs import shapes
 from experiments.configs import kimi_k2
 from experiments.configs import qwen3_30b_a3b
 
-# Fields of their config.json on the hub that say what the model is.
-_QWEN = {
-    'model_type': 'qwen3_moe',
-    'attention_bias': False,
-    'decoder_sparse_step': 1,
-    'head_dim': 128,
-    'hidden_act': 'silu',
-    'hidden_size': 2048,
-    'intermediate_size': 6144,
-    'max_position_embeddings': 40960,
-    'mlp_only_layers': [],
-    'moe_intermediate_size': 768,
-    'norm_topk_prob': True,
-    'num_attention_heads': 32,
-    'num_experts': 128,
-    'num_experts_per_tok': 8,
-    'num_hidden_layers': 48,
-    'num_key_value_heads': 4,
-    'rms_norm_eps': 1e-6,
-    'rope_scaling': None,
-    'rope_theta': 1_000_000.0,
-    'tie_word_embeddings': False,
-    'vocab_size': 151_936,
-}
-_KIMI = {
-    'model_type': 'kimi_k2',
-    'attention_bias': False,
-    'first_k_dense_replace': 1,
-    'hidden_act': 'silu',
-    'hidden_size': 7168,
-    'intermediate_size': 18_432,
-    'kv_lora_rank': 512,
-    'max_position_embeddings': 131_072,
-    'moe_intermediate_size': 2048,
-    'moe_layer_freq': 1,
-    'n_group': 1,
-    'n_routed_experts': 384,
-    'n_shared_experts': 1,
-    'norm_topk_prob': True,
-    'num_attention_heads': 64,
-    'num_experts_per_tok': 8,
-    'num_hidden_layers': 61,
-    'num_key_value_heads': 64,
-    'num_nextn_predict_layers': 0,
-    'q_lora_rank': 1536,
-    'qk_nope_head_dim': 128,
-    'qk_rope_head_dim': 64,
-    'rms_norm_eps': 1e-6,
-    'rope_scaling': {
-        'beta_fast': 1.0,
-        'beta_slow': 1.0,
-        'factor': 32.0,
-        'mscale': 1.0,
-        'mscale_all_dim': 1.0,
-        'original_max_position_embeddings': 4096,
-        'type': 'yarn',
-    },
-    'rope_theta': 50_000.0,
-    'routed_scaling_factor': 2.827,
-    'scoring_func': 'sigmoid',
-    'tie_word_embeddings': False,
-    'topk_group': 1,
-    'topk_method': 'noaux_tc',
-    'v_head_dim': 128,
-    'vocab_size': 163_840,
-}
-_BIG = (('qwen', qwen3_30b_a3b, _QWEN), ('kimi', kimi_k2, _KIMI))
+_BIG = (
+    ('qwen', qwen3_30b_a3b, hub_configs.QWEN3_30B_A3B),
+    ('kimi', kimi_k2, hub_configs.KIMI_K2),
+)
 
 
 def _small(model, *axes):
