@@ -76,7 +76,7 @@ def _tile(
   Args:
     q: [B M R H], scaled.
     keys: number of a block -> its keys f32 [B M KEY_BLOCK H].
-    values: the same for its values f32 [B M KEY_BLOCK V].
+    values: the same for its values and ones, f32 [B M KEY_BLOCK V+_ONES].
     length: most keys there can be, a multiple of KEY_BLOCK.
     width: V, of a value.
     blocks: i32 [], how many key blocks to visit.
@@ -103,15 +103,18 @@ def _tile(
   def accumulate(j, out):
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)
-    e, v = lax.optimization_barrier(e), values(j)
-    v = jnp.concatenate([v, jnp.ones((*v.shape[:-1], _ONES), v.dtype)], -1)
-    part = jnp.einsum('bkms,bksd->bkmd', e, v)
+    part = jnp.einsum('bkms,bksd->bkmd', lax.optimization_barrier(e), values(j))
     return out + lax.optimization_barrier(part)
 
   out = jnp.zeros((*q.shape[:3], width + _ONES), jnp.float32)
   out = lax.fori_loop(0, blocks, accumulate, out)
   total = out[..., width : width + 1]
   return out[..., :width] / total, peak, total
+
+
+def _with_ones(values: jax.Array) -> jax.Array:
+  ones = jnp.ones((*values.shape[:-1], _ONES), values.dtype)
+  return jnp.concatenate([values, ones], axis=-1)
 
 
 def _visible(q_segments, q_positions, k_segments, k_positions):
@@ -129,7 +132,8 @@ def _forward(q, k, v, segments, positions):
   residuals = q, k, v
   queries = fold(q.astype(jnp.float32), m)
   k = heads_first(k.astype(jnp.float32))
-  v = heads_first(v.astype(jnp.float32))
+  width = v.shape[-1]
+  v = lax.optimization_barrier(_with_ones(heads_first(v.astype(jnp.float32))))
 
   def tile(i):
     start = i * size
@@ -149,7 +153,7 @@ def _forward(q, k, v, segments, positions):
         lambda j: _block(k, j * keys, keys, 2),
         lambda j: _block(v, j * keys, keys, 2),
         t,
-        v.shape[-1],
+        width,
         (start + size + keys - 1) // keys,
         visible,
     )
@@ -308,7 +312,7 @@ def _paged(q, k_pages, v_pages, table, positions, width):
   out, _, _ = _tile(
       rows,
       functools.partial(block, k_pages, None),
-      functools.partial(block, v_pages, width),
+      lambda j: _with_ones(block(v_pages, width, j)),
       table.shape[1] * keys,
       width,
       jnp.max(last) // keys + 1,

@@ -17,14 +17,15 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import expert_tiles
 from kernels_triton import launch
 
 
 class _Plan(NamedTuple):
   slots: jax.Array  # i32 [n K], padded row of each; past the end if absent
   sources: jax.Array  # i32 [tiles * R], assignment of each padded row, or n*K
-  experts: jax.Array  # i32 [tiles], expert of each tile
-  used: jax.Array  # i32 [], tiles that hold any row
+  experts: jax.Array  # i32 [tiles], expert of each tile, ascending
+  ends: jax.Array  # i32 [E], tile after an expert's last one
 
 
 def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
@@ -50,7 +51,7 @@ def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
       slots.reshape(experts.shape),
       sources,
       jnp.minimum(owners, count - 1),
-      ends[-1],
+      ends,
   )
   return lax.optimization_barrier(plan)
 
@@ -117,60 +118,6 @@ _dispatch_gates.defvjp(
 )
 
 
-def _put(array, value, index):
-  return lax.dynamic_update_index_in_dim(array, value, index, 0)
-
-
-@jax.custom_vjp
-def _tiles(x, gates, w_in, w_out, experts, used):
-  """Expert tiles: x [tiles R D], gates [tiles R] -> f32 [tiles R D]."""
-  return _tiles_forward(x, gates, w_in, w_out, experts, used)[0]
-
-
-def _tiles_forward(x, gates, w_in, w_out, experts, used):
-  def tile(i, out):
-    up = x[i] @ w_in[experts[i]]
-    gate, value = jnp.split(up, 2, axis=-1)
-    act = jax.nn.silu(gate) * value * gates[i][:, None]
-    y, up = lax.optimization_barrier((act @ w_out[experts[i]], up))
-    return _put(out[0], y, i), _put(out[1], up, i)
-
-  ups = jnp.zeros((*x.shape[:2], w_in.shape[-1]), jnp.float32)
-  y, up = lax.fori_loop(0, used, tile, (jnp.zeros_like(x), ups))
-  return y, (x, gates, w_in, w_out, experts, used, up)
-
-
-def _tiles_backward(residuals, dy):
-  x, gates, w_in, w_out, experts, used, up = residuals
-  w_in_t = jnp.swapaxes(w_in, 1, 2)
-  w_out_t = jnp.swapaxes(w_out, 1, 2)
-
-  def tile(i, out):
-    dx, dgates, dw_in, dw_out = out
-    e = experts[i]
-    a, b = jnp.split(up[i], 2, axis=-1)
-    sigmoid = jax.nn.sigmoid(a)
-    z = a * sigmoid * b
-    g = gates[i][:, None]
-    dz = dy[i] @ w_out_t[e]
-    dgate = jnp.sum(dz * z, axis=-1)
-    dz = dz * g
-    da = dz * b * sigmoid * (1.0 + a * (1.0 - sigmoid))
-    dup = jnp.concatenate([da, dz * a * sigmoid], axis=-1)
-    return (
-        _put(dx, dup @ w_in_t[e], i),
-        _put(dgates, dgate, i),
-        _put(dw_in, dw_in[e] + x[i].T @ dup, e),
-        _put(dw_out, dw_out[e] + (z * g).T @ dy[i], e),
-    )
-
-  zeros = tuple(jnp.zeros_like(t) for t in (x, gates, w_in, w_out))
-  return *lax.fori_loop(0, used, tile, zeros), None, None
-
-
-_tiles.defvjp(_tiles_forward, _tiles_backward)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(
     x: jax.Array,
@@ -228,7 +175,8 @@ def _kernel_rows(x, gates, experts, w_in, w_out, dtype, implementation):
   multiply = functools.partial(
       grouped_matmul, sizes=sizes, dtype=dtype, implementation=implementation
   )
-  w_in, w_out = (jnp.asarray(w, jnp.float32) for w in (w_in, w_out))
+  w_in = jnp.asarray(w_in, jnp.float32).reshape(*w_in.shape[:2], -1)
+  w_out = jnp.asarray(w_out, jnp.float32)
   up = multiply(_dispatch(x, plan.slots, plan.sources), w_in)
   gate, value = jnp.split(up, 2, axis=-1)
   weights = _dispatch_gates(gates, plan.slots, plan.sources)
@@ -244,13 +192,13 @@ def _rows(x, gates, experts, w_in, w_out, dtype, implementation):
   size = contract.EXPERT_ROWS
   plan = _plan(experts, w_in.shape[0], size)
   padded = _dispatch(x, plan.slots, plan.sources)
-  y = _tiles(
+  y = expert_tiles.swiglu(
       padded.reshape(-1, size, x.shape[-1]),
       _dispatch_gates(gates, plan.slots, plan.sources).reshape(-1, size),
       jnp.asarray(w_in, jnp.float32),
       jnp.asarray(w_out, jnp.float32),
       plan.experts,
-      plan.used,
+      plan.ends,
   )
   return y.reshape(-1, x.shape[-1]), plan
 
@@ -272,7 +220,7 @@ def expert_ffn(
     x: f32 [n D].
     gates: f32 [n K].
     experts: i32 [n K], distinct in a row.
-    w_in: [E D 2F]; the first F columns feed silu, the last F are its factor.
+    w_in: [E D 2 F]; the first of the two feeds silu, the other is its factor.
     w_out: [E F D].
     dtype: type the kernels multiply in; the reference multiplies in f32.
     implementation: see `launch`.

@@ -83,7 +83,9 @@ class PairedTest(absltest.TestCase):
 class SuiteTest(absltest.TestCase):
 
   def test_train(self):
-    r = train.measure(pairs=2, cfg=_SMALL, rows=4, tokens_per_row=64, steps=1)
+    r = train.measure(
+        pairs=2, cfg=_SMALL, rows=4, tokens_per_row=64, steps=1, devices=(2,)
+    )
     self.assertLen(r.ours, 2)
     self.assertGreater(min(r.ours), 0)
     self.assertEqual(bool(r.peer), mixtral.installed())

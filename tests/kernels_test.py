@@ -133,12 +133,11 @@ class GroupedTest(parameterized.TestCase):
     experts = choose(37).astype(np.int32)
     n = len(experts)
     x, gates = _normal(n, 16), _softmax(_normal(n, 2)).astype(np.float32)
-    w_in, w_out = _normal(4, 16, 24), _normal(4, 12, 16)
+    w_in, w_out = _normal(4, 16, 2, 12), _normal(4, 12, 16)
     weights = _normal(n, 16)
 
     def plain(x, gates, w_in, w_out):
-      up = jnp.einsum('nd,nkdf->nkf', x, w_in[experts])
-      a, b = jnp.split(up, 2, axis=-1)
+      a, b = jnp.einsum('nd,nkdgf->gnkf', x, w_in[experts])
       y = jnp.einsum('nkf,nkfd->nkd', jax.nn.silu(a) * b, w_out[experts])
       return jnp.sum(y * gates[..., None], axis=1)
 
@@ -163,7 +162,7 @@ class GroupedTest(parameterized.TestCase):
     experts[0] = 1 + shift, 2 * shift  # choices of one row in both ranges
     experts = experts.astype(np.int32)
     x, gates = _normal(37, 16), _normal(37, 2)
-    w_in, w_out = _normal(4, 16, 24), _normal(4, 12, 16)
+    w_in, w_out = _normal(4, 16, 2, 12), _normal(4, 12, 16)
 
     def parts(x, gates, w_in, w_out):
       lower, upper = (
@@ -193,7 +192,7 @@ class GroupedTest(parameterized.TestCase):
     f = lambda w: jnp.sum(
         grouped.expert_ffn(_normal(20, 8), gates, experts, w, _normal(4, 8, 8))
     )
-    g = jax.grad(f)(_normal(4, 8, 16))
+    g = jax.grad(f)(_normal(4, 8, 2, 8))
     self.assertEqual(float(jnp.abs(g[jnp.array([0, 3])]).max()), 0.0)
 
 

@@ -107,16 +107,20 @@ def _experts(normed, gates, experts, weights, cfg):
   a single device. No choice is dropped and no buffer grows with the devices,
   however uneven the load is.
   """
-  w_in = weights.w_in.reshape(*weights.w_in.shape[:2], -1)
   how = dict(dtype=cfg.dtype, implementation=cfg.kernels)
   normed, gates = sharding.fan_out((normed, gates))
   devices = sharding.size(sharding.EXPERT)
   if devices == 1:
     y = grouped.expert_ffn(
-        normed.astype(jnp.float32), gates, experts, w_in, weights.w_out, **how
+        normed.astype(jnp.float32),
+        gates,
+        experts,
+        weights.w_in,
+        weights.w_out,
+        **how,
     )
     return sharding.fan_in(y)
-  first = lax.axis_index(sharding.EXPERT) * w_in.shape[0]
+  first = lax.axis_index(sharding.EXPERT) * len(weights.w_in)
 
   # What a visit computes is computed again in the backward pass: kept, the
   # room for the most uneven load would add up over the devices.
@@ -127,7 +131,7 @@ def _experts(normed, gates, experts, weights, cfg):
         normed.astype(jnp.float32),
         gates,
         experts - first,
-        w_in,
+        weights.w_in,
         weights.w_out,
         **how,
     )

@@ -269,7 +269,7 @@ def expert_operands(sizes: Sizes, tokens: int):
       jax.random.normal(keys[0], (tokens, m.experts)), m.top_k
   )
   w_in = normal(
-      7, m.experts, m.embed, 2 * m.moe_ffn, dtype=m.dtype, scale=m.embed**-0.5
+      7, m.experts, m.embed, 2, m.moe_ffn, dtype=m.dtype, scale=m.embed**-0.5
   )
   w_out = normal(
       8, m.experts, m.moe_ffn, m.embed, dtype=m.dtype, scale=m.moe_ffn**-0.5

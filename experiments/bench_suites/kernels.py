@@ -119,7 +119,7 @@ def experts(
   logits = normal(keys[1], (tokens, cfg.experts))
   values, chosen = jax.lax.top_k(logits, cfg.top_k)
   gates = jax.nn.softmax(values, axis=-1)
-  w_in = normal(keys[2], (cfg.experts, cfg.embed, 2 * cfg.moe_ffn))
+  w_in = normal(keys[2], (cfg.experts, cfg.embed, 2, cfg.moe_ffn))
   w_out = normal(keys[3], (cfg.experts, cfg.moe_ffn, cfg.embed))
   weights = normal(keys[4], x.shape)
 

@@ -63,7 +63,7 @@ def dense_experts(x, gates, experts, w_in, w_out):
   """Every expert on every token; see `grouped.expert_ffn`."""
   ids = jnp.arange(w_in.shape[0])[None, None]
   weights = jnp.sum(gates[..., None] * (experts[..., None] == ids), axis=1)
-  a, b = jnp.split(jnp.einsum('nd,edf->enf', x, w_in), 2, axis=-1)
+  a, b = jnp.einsum('nd,edgf->genf', x, w_in)
   act = jax.nn.silu(a) * b * weights.T[:, :, None]
   return jnp.einsum('enf,efd->nd', act, w_out)
 
@@ -77,7 +77,7 @@ def ragged_experts(x, gates, experts, w_in, w_out):
   product = lambda a, w: lax.ragged_dot(
       a, w, sizes, preferred_element_type=jnp.float32
   )
-  up = product(x[order // k], w_in)
+  up = product(x[order // k], w_in.reshape(*w_in.shape[:2], -1))
   a, b = jnp.split(up, 2, axis=-1)
   act = jax.nn.silu(a) * b * gates.reshape(-1)[order][:, None]
   y = product(act.astype(w_out.dtype), w_out)

@@ -36,7 +36,11 @@ def _normal(*shape):
 
 
 _NORM, _W = _normal(_D), _normal(_D, 80)
-_ROUTER, _IN, _OUT = _normal(_D, _E), _normal(_E, _D, 64), _normal(_E, 32, _D)
+_ROUTER, _IN, _OUT = (
+    _normal(_D, _E),
+    _normal(_E, _D, 2, 32),
+    _normal(_E, 32, _D),
+)
 
 
 def _rows(f, implementation):

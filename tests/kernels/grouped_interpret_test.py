@@ -69,7 +69,7 @@ class GroupedTest(parameterized.TestCase):
     args = (
         cases.normal(n, 16).astype(jnp.float32),
         jnp.abs(cases.normal(n, k)).astype(jnp.float32),
-        cases.normal(5, 16, 48),
+        cases.normal(5, 16, 2, 24),
         cases.normal(5, 24, 16),
     )
 
@@ -100,7 +100,7 @@ class GroupedTest(parameterized.TestCase):
     args = (
         cases.normal(3, 16),
         cases.normal(3, 2),
-        cases.normal(2, 16, 48),
+        cases.normal(2, 16, 2, 24),
         cases.normal(2, 24, 16),
     )
 
