@@ -78,6 +78,7 @@ setuptools.setup(
             'pyink==26.*',
             'pyrefly==1.*',
             'pytest',
+            'pytest-xdist',
             'ruff==0.17.*',
             'scipy',
         ],

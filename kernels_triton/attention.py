@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import heads
 from kernels_triton import launch
 
 _MASKED = -1e30
@@ -40,26 +41,6 @@ def _add_block(x: jax.Array, value: jax.Array, start, axis: int) -> jax.Array:
 def _nt(a: jax.Array, b: jax.Array) -> jax.Array:
   """a [.. m d] times b [.. n d] transposed."""
   return jnp.einsum('bkmd,bknd->bkmn', a, b)
-
-
-def fold(q: jax.Array, kv_heads: int) -> jax.Array:
-  """[B T N H] -> [B M T*G H]: the G query heads of a kv head are rows."""
-  b, t, n, h = q.shape
-  q = q.reshape(b, t, kv_heads, n // kv_heads, h)
-  return q.transpose(0, 2, 1, 3, 4).reshape(b, kv_heads, -1, h)
-
-
-def unfold(x: jax.Array, q_heads: int) -> jax.Array:
-  """Inverse of `fold`: [B M T*G H] -> [B T N H]."""
-  b, m, rows, h = x.shape
-  g = q_heads // m
-  x = x.reshape(b, m, rows // g, g, h).transpose(0, 2, 1, 3, 4)
-  return x.reshape(b, rows // g, q_heads, h)
-
-
-def heads_first(x: jax.Array) -> jax.Array:
-  """[B T M H] -> [B M T H], the layout of keys and values here."""
-  return x.transpose(0, 2, 1, 3)
 
 
 def _tile(
@@ -112,7 +93,7 @@ def _tile(
   return out[..., :width] / total, peak, total
 
 
-def _with_ones(values: jax.Array) -> jax.Array:
+def _with_ones(values):
   ones = jnp.ones((*values.shape[:-1], _ONES), values.dtype)
   return jnp.concatenate([values, ones], axis=-1)
 
@@ -130,10 +111,12 @@ def _forward(q, k, v, segments, positions):
   g = n // m
   size, keys = contract.QUERY_ROWS, contract.KEY_BLOCK
   residuals = q, k, v
-  queries = fold(q.astype(jnp.float32), m)
-  k = heads_first(k.astype(jnp.float32))
+  queries = heads.fold(q.astype(jnp.float32), m)
+  k = heads.heads_first(k.astype(jnp.float32))
   width = v.shape[-1]
-  v = lax.optimization_barrier(_with_ones(heads_first(v.astype(jnp.float32))))
+  v = lax.optimization_barrier(
+      _with_ones(heads.heads_first(v.astype(jnp.float32)))
+  )
 
   def tile(i):
     start = i * size
@@ -163,7 +146,7 @@ def _forward(q, k, v, segments, positions):
       x.transpose(1, 2, 0, 3, 4).reshape(*queries.shape[:3], -1) for x in tiles
   )
   residuals += out, peak, total, segments, positions
-  return unfold(out, n), residuals
+  return heads.unfold(out, n), residuals
 
 
 @jax.custom_vjp
@@ -214,9 +197,9 @@ def _backward(residuals, g):
   t, n = q.shape[1], q.shape[2]
   m = k.shape[2]
   groups = n // m
-  q, k, v = fold(q, m), heads_first(k), heads_first(v)
+  q, k, v = heads.fold(q, m), heads.heads_first(k), heads.heads_first(v)
   size = 64 if t % 64 == 0 else contract.KEY_BLOCK
-  g = fold(g.astype(jnp.float32), m)
+  g = heads.fold(g.astype(jnp.float32), m)
   delta = jnp.sum(g * out, axis=-1, keepdims=True)
 
   def query_chunk(i, carry):
@@ -255,7 +238,7 @@ def _backward(residuals, g):
   dq, dk, dv = lax.fori_loop(
       0, t // size, query_chunk, tuple(jnp.zeros_like(x) for x in (q, k, v))
   )
-  grads = unfold(dq, n), heads_first(dk), heads_first(dv)
+  grads = heads.unfold(dq, n), heads.heads_first(dk), heads.heads_first(dv)
   grads = (g.astype(x.dtype) for g, x in zip(grads, inputs, strict=True))
   return *grads, None, None
 
@@ -299,7 +282,7 @@ def _paged(q, k_pages, v_pages, table, positions, width):
   keys = contract.KEY_BLOCK
   count, n, m = q.shape[1], q.shape[2], k_pages.shape[1]
   short = [(0, 0), (0, contract.QUERY_ROWS - count), (0, 0), (0, 0)]
-  rows = fold(jnp.pad(q.astype(jnp.float32), short), m)
+  rows = heads.fold(jnp.pad(q.astype(jnp.float32), short), m)
   last = jnp.pad(jnp.maximum(positions, 0), short[:2])
   last = jnp.repeat(last, n // m, axis=1)[:, None, :, None]
   ids = jnp.arange(keys, dtype=jnp.int32)[None, None, None, :]
@@ -318,7 +301,7 @@ def _paged(q, k_pages, v_pages, table, positions, width):
       jnp.max(last) // keys + 1,
       lambda start: start + ids <= last,
   )
-  return unfold(out, n)[:, :count]
+  return heads.unfold(out, n)[:, :count]
 
 
 @functools.partial(jax.named_call, name='paged_attention')

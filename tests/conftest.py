@@ -1,6 +1,7 @@
 """Strict numerics, four fake devices and repeatable examples for every test."""
 
 import gc
+import os
 import pathlib
 
 from absl import flags
@@ -14,6 +15,7 @@ hypothesis.settings.register_profile('repeatable', derandomize=True)
 hypothesis.settings.load_profile('repeatable')
 
 _MAPPINGS = 15_000
+_WORKERS = 2  # each takes up to 3 GB, and a core and a half
 
 
 def pytest_configure(config):
@@ -24,6 +26,17 @@ def pytest_configure(config):
   # Compiled programs outlive the process, so a second run is quick.
   jax.config.update('jax_compilation_cache_dir', str(config.cache.mkdir('jax')))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+def pytest_xdist_auto_num_workers(config):
+  """Files of a directory are shared out; what was named runs right here.
+
+  A process that uses a GPU takes all of it.
+  """
+  whole = any(pathlib.Path(name).is_dir() for name in config.args)
+  if not whole or pathlib.Path('/dev/nvidia0').exists():
+    return 0
+  return min(_WORKERS, os.cpu_count() or 1)
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -184,7 +184,7 @@ class GroupedTest(parameterized.TestCase):
         for f in (parts, ours)
     )
     for a, b in zip(got(*args), want(*args), strict=True):
-      _close(a, b, 1e-6)
+      _close(a, b, 1e-5)  # blocks of the backward differ
 
   def test_unused_expert_has_zero_gradient(self):
     experts = np.tile(np.array([[1, 2]], np.int32), (20, 1))
