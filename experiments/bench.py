@@ -4,6 +4,9 @@ Rounds of both sides alternate in one process; the figure is the median of the
 paired ratios. Close other programs first.
 
   python3 -m experiments.bench --suite=train --json=/tmp/train.json
+
+On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 lays large arrays on huge pages.
+That spares both sides, and any training on a CPU, the faults of small ones.
 """
 
 import importlib
@@ -42,6 +45,7 @@ def machine() -> dict[str, str | float | None]:
       'processor': platform.processor() or platform.machine(),
       'cores': os.cpu_count(),
       'load_before': os.getloadavg()[0],
+      'malloc': os.environ.get('GLIBC_TUNABLES', ''),
       **versions,
   }
 

@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from kernels_triton import contract
+from kernels_triton import gradients
 from kernels_triton import heads
 from kernels_triton import launch
 
@@ -226,8 +227,8 @@ def _backward(residuals, g):
       s = jnp.where(mask, _nt(qi, kj), _MASKED)
       p = jnp.exp(s - peak_i) / total_i
       ds = p * (_nt(gi, vj) - delta_i)
-      dk = _add_block(dk, jnp.einsum('bkms,bkmd->bksd', ds, qi), key, 2)
-      dv = _add_block(dv, jnp.einsum('bkms,bkmd->bksd', p, gi), key, 2)
+      dk = _add_block(dk, gradients.of_weights(ds, qi), key, 2)
+      dv = _add_block(dv, gradients.of_weights(p, gi), key, 2)
       return dq_i + jnp.einsum('bkms,bksd->bkmd', ds, kj), dk, dv
 
     dq_i, dk, dv = lax.fori_loop(

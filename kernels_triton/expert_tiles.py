@@ -11,6 +11,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from kernels_triton import gradients
+
 # Tiles that the backward takes at once, at most.
 _BLOCK = 8
 
@@ -122,8 +124,8 @@ def _backward(residuals, dy):
       return (
           put(dx, dup @ w1.T),
           put(dgates, dgate),
-          dw1 + x_b.T @ dup,
-          dw2 + (z * g).T @ dy_b,
+          dw1 + gradients.of_weights(x_b, dup),
+          dw2 + gradients.of_weights(z * g, dy_b),
       )
 
     dx, dgates, dw_in, dw_out = out

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from kernels_triton import gradients
 from kernels_triton import launch
 from kernels_triton import rmsnorm
 from kernels_triton import rows
@@ -124,7 +125,10 @@ def _backward(eps, residuals, cotangents):
     probs = jax.nn.softmax(normed @ weights, axis=-1)
     d_logits = ((ids == t[:, None]) - probs) * w[:, None]
     d_h, d_s = norm_vjp(d_logits @ weights.T)
-    return (d_scale + d_s, d_unembed + normed.T @ d_logits), d_h
+    return (
+        d_scale + d_s,
+        d_unembed + gradients.of_weights(normed, d_logits),
+    ), d_h
 
   zeros = (jnp.zeros_like(scale), jnp.zeros(unembed.shape, jnp.float32))
   (d_scale, d_unembed), d_hidden = lax.scan(

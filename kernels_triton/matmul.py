@@ -3,8 +3,23 @@
 import jax
 import jax.numpy as jnp
 
+from kernels_triton import gradients
 from kernels_triton import grouped
 from kernels_triton import launch
+
+
+@jax.custom_vjp
+def _product(x, w):
+  return x @ w
+
+
+_product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda r, dy: (
+        dy @ jnp.swapaxes(r[1], -1, -2),
+        gradients.of_weights(r[0], dy),
+    ),
+)
 
 
 def matmul(
@@ -29,7 +44,7 @@ def matmul(
   implementation = launch.resolve(implementation)
   x, w = x.astype(jnp.float32), w.astype(jnp.float32)
   if implementation == launch.REFERENCE:
-    return x @ w
+    return _product(x, w)
   sizes = launch.size(x.shape[0])
   return grouped.grouped_matmul(x, w[None], sizes, dtype, implementation)
 
@@ -56,7 +71,7 @@ def heads(
   x = x.astype(jnp.float32).swapaxes(0, 1)
   w = w.astype(jnp.float32)
   if implementation == launch.REFERENCE:
-    return (x @ w).swapaxes(0, 1)
+    return _product(x, w).swapaxes(0, 1)
   n, rows, k = x.shape
   sizes = jnp.full((n,), rows, jnp.int32)
   y = grouped.grouped_matmul(x.reshape(-1, k), w, sizes, dtype, implementation)

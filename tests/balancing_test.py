@@ -19,6 +19,7 @@ from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from kernels_triton import contract
+from tests import fresh
 
 _CFG = config.ModelConfig(
     vocab=64,
@@ -49,7 +50,7 @@ def _pack(documents, shape=_SHAPE):
 
 @functools.cache
 def _params():
-  return jax.device_get(params_lib.init(_CFG, jax.random.key(3)))
+  return fresh.params(_CFG, 3)
 
 
 def _tokens(batches):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.model import params as params_lib
 from experiments.bench_suites import gpu_checks
 from experiments.bench_suites import kernels
 from experiments.bench_suites import plain_ops
 from kernels_triton import grouped
+from tests import fresh
 from tests import small_sizes
 
 _SIZES = small_sizes.SIZES
@@ -28,7 +28,7 @@ class CpuTest(parameterized.TestCase):
 
   def test_plain_ops_are_the_same_model(self):
     cfg = dataclasses.replace(small_sizes.MODEL, layers=2)
-    params = params_lib.init(cfg, jax.random.key(0))
+    params = fresh.params(cfg)
     tokens = jnp.arange(64, dtype=jnp.int32).reshape(2, 32)
     found = []
     for context in (contextlib.nullcontext(), plain_ops.replaced()):

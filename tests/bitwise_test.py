@@ -18,6 +18,7 @@ from composer_jax.learner import step
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from kernels_triton import contract
+from tests import fresh
 
 _LENGTH = 64
 _CFG = config.ModelConfig(
@@ -61,7 +62,7 @@ def _cfg(dtype, kind='softmax'):
 
 @functools.cache
 def _params(seed=0, kind='softmax'):
-  masters = params_lib.init(_cfg('float32', kind), jax.random.key(seed))
+  masters = fresh.params(_cfg('float32', kind), seed)
   moe = masters.layers.moe
   if moe.bias is not None:  # zero at first; the choice shall depend on it
     bias = 0.1 * jax.random.normal(jax.random.key(9), moe.bias.shape)

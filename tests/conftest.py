@@ -16,6 +16,8 @@ hypothesis.settings.load_profile('repeatable')
 
 _MAPPINGS = 15_000
 _WORKERS = 2  # each takes up to 3 GB, and a core and a half
+# They take minutes: left to the end, one process would wait for another.
+_FIRST = ('binaries', 'bitwise', 'determinism', 'mesh', 'step', 'variants')
 
 
 def pytest_configure(config):
@@ -37,6 +39,10 @@ def pytest_xdist_auto_num_workers(config):
   if not whole or pathlib.Path('/dev/nvidia0').exists():
     return 0
   return min(_WORKERS, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: not item.path.name.startswith(_FIRST))
 
 
 @pytest.fixture(scope='module', autouse=True)

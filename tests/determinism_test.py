@@ -46,15 +46,6 @@ class DeterminismTest(absltest.TestCase):
     self.assertGreater(sum(name.endswith('.traj') for name in want), 10)
     self.assertEqual(want, got)
 
-  def test_another_seed_gives_another_run(self):
-    other = self.base / 'other'
-    done = small_run.run('rl', other, *_SYNC, 'seed=1')
-    self.assertEqual(done.returncode, 0, done.stderr)
-    want, got = _digests(self.sync, _SYNC), _digests(other, _SYNC)
-    same = [k for k in want if got.get(k) == want[k]]
-    self.assertNotIn('metrics', same)
-    self.assertNotIn('rl/params/embedding', same)
-
   def test_killed_and_resumed_run_is_bit_equal(self):
     workdir = self.base / 'killed'
     # What a run does in its phases differs from machine to machine: the kills
@@ -73,7 +64,7 @@ class KilledAsyncRunTest(absltest.TestCase):
     workdir = pathlib.Path(self.create_tempdir().full_path) / 'run'
     rng = random.Random(0)
     kills = 0
-    while kills < 5 and small_run.kill_after(
+    while kills < 2 and small_run.kill_after(
         rng.uniform(8.0, 14.0), 'rl', workdir, *_ASYNC
     ):
       kills += 1

@@ -11,6 +11,7 @@ from composer_jax import trace
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
 from composer_jax.rollout import engine as engine_lib
+from tests import fresh
 
 CFG = config.ModelConfig(
     vocab=64,
@@ -29,9 +30,9 @@ BLANK = 255
 
 def _params(seed, scale=1.5):
   """Random weights; the scaled head makes the samples less uniform."""
-  params = params_lib.init(CFG, jax.random.key(seed))
+  params = fresh.params(CFG, seed)
   params = params.replace(unembed=params.unembed * scale)
-  return params_lib.publish_dtype(params)
+  return jax.tree.map(jnp.asarray, params_lib.publish_dtype(params))
 
 
 PARAMS = [_params(i) for i in range(5)]

@@ -8,6 +8,7 @@ from absl.testing import absltest
 import jax
 import ml_dtypes
 import numpy as np
+from tests import fresh
 from tests import small_config
 
 from composer_jax import config
@@ -19,7 +20,7 @@ from composer_jax.weights import publish
 
 
 def _named(seed):
-  tree = params_lib.init(small_config.experiment().model, jax.random.key(seed))
+  tree = fresh.params(small_config.experiment().model, seed)
   return {
       name: np.asarray(a).astype(ml_dtypes.bfloat16)
       for name, a in params_lib.names(tree).items()
@@ -73,7 +74,7 @@ class WeightFeedTest(absltest.TestCase):
 
   def test_a_bias_that_chooses_keeps_its_f32_through_deltas(self):
     cfg = dataclasses.replace(small_config.experiment().model, router='sigmoid')
-    params = params_lib.init(cfg, jax.random.key(0))
+    params = fresh.params(cfg)
     url = f'{self.url}sigmoid/'
     publisher = publish.Publisher(url, config.WeightsConfig(), 'a')
     for version in range(2):

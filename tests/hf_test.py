@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from tests import fresh
 from tests import hub_configs
 from safetensors import numpy as safetensors_numpy
 
@@ -299,9 +300,7 @@ class FolderTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.folder = pathlib.Path(self.create_tempdir().full_path) / 'model'
-    params = params_lib.publish_dtype(
-        params_lib.init(_SMALL, jax.random.key(0))
-    )
+    params = params_lib.publish_dtype(fresh.params(_SMALL))
     self.named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
 
   def _save(self, **changes):
@@ -449,7 +448,7 @@ class FolderTest(parameterized.TestCase):
   def test_layers_that_predict_further_tokens_are_left_out(self):
     latent = dict(rope_dim=2, value_dim=4, router='sigmoid')
     cfg = dataclasses.replace(_SMALL, kv_latent=8, **latent)
-    named = params_lib.names(params_lib.init(cfg, jax.random.key(0)))
+    named = params_lib.names(fresh.params(cfg))
     named = {k: np.asarray(v) for k, v in named.items()}
     hf.save(self.folder, cfg, named, {}, 64)
     path = self.folder / 'model.safetensors'
@@ -467,7 +466,7 @@ class FolderTest(parameterized.TestCase):
   def test_the_bias_that_chooses_stays_f32(self):
     latent = dict(rope_dim=2, value_dim=4, router='sigmoid')
     cfg = dataclasses.replace(_SMALL, kv_latent=8, **latent)
-    params = params_lib.init(cfg, jax.random.key(0))
+    params = fresh.params(cfg)
     bias = jnp.full_like(params.layers.moe.bias, 12.3456789)
     moe = params.layers.moe.replace(bias=bias)
     params = params.replace(layers=params.layers.replace(moe=moe))

@@ -9,6 +9,7 @@ import time
 
 from absl.testing import absltest
 import jax
+from tests import fresh
 from tests import judge_server
 from tests import sampled_policy
 from tests import small_config
@@ -16,7 +17,6 @@ from tests import small_config
 from composer_jax import trace
 from composer_jax.agents import renderer as renderer_lib
 from composer_jax.agents import tools
-from composer_jax.model import params as params_lib
 from composer_jax.rewards import judge as judge_lib
 from composer_jax.rewards import verify
 from composer_jax.runs import host as host_lib
@@ -42,7 +42,7 @@ class JudgedTest(absltest.TestCase):
     texts = [cls.cfg.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
     tokenizer = renderer_lib.train_tokenizer(texts, 512)
     cls.renderer = renderer_lib.CompactRenderer(tokenizer)
-    params = params_lib.init(cls.cfg.model, jax.random.key(0))
+    params = fresh.params(cls.cfg.model)
     publisher = publish.Publisher(cls.store, cls.cfg.weights, 'test')
     publisher.publish(0, offline.published_arrays(params))
     task = cls.cfg.tasks.task(0, 'train')

@@ -14,6 +14,7 @@ from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from kernels_triton import contract
+from tests import fresh
 
 ROWS, TOKENS = 8, 64
 CFG = config.ModelConfig(
@@ -55,7 +56,7 @@ OPTIMIZERS = {'adamw': optimizer.AdamW(), 'muon': optimizer.Muon()}
 
 @functools.cache
 def masters(model=CFG):
-  return jax.device_get(params_lib.init(model, jax.random.key(0)))
+  return fresh.params(model)
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def gradients_of(model, cfg, batch):
   """(gradients by name on the host, loss), with the router's own losses."""
   mesh = step.make_mesh(cfg)
   grads, metrics = step.gradients(
-      step.init_state(model, optimizer_of('adamw'), 0, mesh).params,
+      fresh.params(model),
       batch,
       jnp.float32(100.0),
       cfg=model,
@@ -121,7 +122,7 @@ def updated(cfg, name):
   named, _ = gradients(ONE, 'replayed')
   mesh = step.make_mesh(cfg)
   tx = optimizer_of(name)
-  state = step.init_state(CFG, tx, 0, mesh)
+  state = step.restart(fresh.params(CFG), tx, mesh)
   to = jax.tree.map(lambda x: x.sharding, state.params)
   grads = jax.device_put(params_lib.from_names(named), to)
   return step.apply_gradients(state, grads, tx=tx)

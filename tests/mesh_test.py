@@ -13,6 +13,7 @@ from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from composer_jax.runs import offline
 from composer_jax.weights import checkpoint
+from tests import fresh
 from tests import mesh_cases
 
 _MESH = config.MeshConfig(1, 2, 2, 1)
@@ -22,9 +23,6 @@ class MeshTest(absltest.TestCase):
 
   def test_gradients_are_those_of_one_device(self):
     mesh_cases.check(_MESH)
-
-  def test_latent_attention_and_dense_layers_too(self):
-    mesh_cases.check_latent(config.MeshConfig(1, 2, 1, 2))
 
   def test_update_is_that_of_one_device(self):
     mesh_cases.check_update(_MESH, 'adamw')
@@ -37,7 +35,7 @@ class ShardsTest(parameterized.TestCase):
     """Of parameters and of both moments; also in what is restored."""
     mesh = step.make_mesh(config.MeshConfig(1, fsdp, expert, tensor))
     tx = mesh_cases.optimizer_of('adamw')
-    state = step.init_state(mesh_cases.CFG, tx, 0, mesh)
+    state = step.restart(fresh.params(mesh_cases.CFG), tx, mesh)
     sizes = {
         name: (x.size, x.addressable_shards[0].data.size)
         for name, x in params_lib.names(state.params).items()
@@ -102,10 +100,9 @@ class StoredTest(parameterized.TestCase):
   def test_published_arrays_are_whole(self):
     one, four = (
         offline.published_arrays(
-            step.init_state(
-                mesh_cases.CFG,
+            step.restart(
+                fresh.params(mesh_cases.CFG),
                 mesh_cases.optimizer_of('adamw'),
-                0,
                 step.make_mesh(cfg),
             ).params
         )

@@ -20,6 +20,7 @@ from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
 from composer_jax.runs import offline
 from kernels_triton import contract
+from tests import fresh
 
 _CFG = config.ModelConfig(
     vocab=64,
@@ -40,7 +41,7 @@ _TWO = config.MeshConfig(2)
 
 @functools.cache
 def _params(cfg=_CFG):
-  return jax.device_get(params_lib.init(cfg, jax.random.key(1)))
+  return fresh.params(cfg, 1)
 
 
 def _pack(*documents, masks=None, shape=_SHAPE):

@@ -24,6 +24,7 @@ from composer_jax.runs import divergence
 from composer_jax.runs import named
 from composer_jax.runs import ops
 from kernels_triton import contract
+from tests import fresh
 
 _SHAPE = packing.Shape(2, 128, contract.KEY_BLOCK)
 _PROMPT = 6
@@ -45,7 +46,7 @@ def _cfg(dtype='float32'):
 
 @functools.cache
 def _params():
-  masters = params_lib.init(_cfg(), jax.random.key(0))
+  masters = fresh.params(_cfg())
   return step.rounded(masters)
 
 
@@ -142,7 +143,7 @@ class OpsTest(parameterized.TestCase):
     cfg = dataclasses.replace(_cfg(), **first)
     mesh = step.make_mesh(config.MeshConfig(2))
     tx = optimizer.AdamW(learning_rate=1e-3).build()
-    state = step.init_state(cfg, tx, 0, mesh)
+    state = step.restart(fresh.params(cfg), tx, mesh)
     batch, packed = packing.pack_documents(_texts(), _SHAPE)
     args = dict(cfg=cfg, loss=losses.NextToken(), tx=tx, mesh=mesh)
     record = ops.train_step(state, batch, packed.sampled_tokens, **args)

@@ -9,6 +9,7 @@ import numpy as np
 from composer_jax import config
 from composer_jax.learner import optimizer
 from composer_jax.model import params as params_lib
+from tests import fresh
 
 _CFG = config.ModelConfig(
     vocab=16, layers=2, embed=16, head_dim=4, experts=3, moe_ffn=8
@@ -178,7 +179,7 @@ class MuonTest(parameterized.TestCase):
         dense_layers=2,
         dense_ffn=16,
     )
-    named = params_lib.names(params_lib.init(cfg, jax.random.key(0)))
+    named = params_lib.names(fresh.params(cfg))
     tree = {'dense_layers': {}}
     for name in ('q_down', 'q_up', 'kv_down', 'kv_up'):
       tree['dense_layers'][name] = named[f'dense_layers/attention/{name}']

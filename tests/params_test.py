@@ -9,6 +9,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax.model import params
+from tests import fresh
 
 _CFG = config.ModelConfig(vocab=64, layers=2, embed=32, experts=4, moe_ffn=16)
 
@@ -24,6 +25,10 @@ class ParamsTest(absltest.TestCase):
     del named['norm']
     with self.assertRaisesRegex(ValueError, "missing .'norm'"):
       params.from_names(named)
+
+  def test_those_of_the_tests_are_the_same(self):
+    want = params.init(_CFG, jax.random.key(2))
+    jax.tree.map(np.testing.assert_array_equal, fresh.params(_CFG, 2), want)
 
   def test_abstract_shapes_and_counts_are_those_of_the_arrays(self):
     tree = params.init(_CFG, jax.random.key(0))

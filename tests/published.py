@@ -2,9 +2,9 @@
 
 import pathlib
 
-import jax
 import numpy as np
 from tests import chat_test
+from tests import fresh
 
 from composer_jax import config
 from composer_jax.agents import chat_files
@@ -28,7 +28,7 @@ CONTEXT_TOKENS = 4096
 
 def write(folder: pathlib.Path, cfg: config.ModelConfig = MODEL) -> None:
   """Makes the folder of a Qwen3-MoE, whose seed no experiment has."""
-  params = params_lib.publish_dtype(params_lib.init(cfg, jax.random.key(7)))
+  params = params_lib.publish_dtype(fresh.params(cfg, 7))
   named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
   files = chat_files.write(
       chat_test.tokenizer().to_str(), chat_test.QWEN, ['<|im_end|>'], {}

@@ -12,6 +12,7 @@ from composer_jax import trace
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import replay
+from tests import fresh
 from tests import small_config
 
 _CFG = dataclasses.replace(
@@ -25,7 +26,7 @@ _NOTHING = trace.TokenTrace(
 
 
 def _weights(version):
-  params = params_lib.init(_CFG.model, jax.random.key(version))
+  params = fresh.params(_CFG.model, version)
   return replay.Weights(params_lib.publish_dtype(params), f'digest-{version}')
 
 

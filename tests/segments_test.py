@@ -25,6 +25,7 @@ from composer_jax.runs import offline
 from composer_jax.runs import replay
 from composer_jax.weights import publish
 from kernels_triton import contract
+from tests import fresh
 from tests import summary_config
 
 _CFG = dataclasses.replace(
@@ -46,7 +47,7 @@ class EngineTest(absltest.TestCase):
     super().setUp()
     self.workdir = pathlib.Path(self.create_tempdir().full_path)
     self.url = f'file://{self.workdir}/weights/'
-    self.params = params_lib.init(_CFG.model, jax.random.key(0))
+    self.params = fresh.params(_CFG.model)
     publisher = publish.Publisher(self.url, _CFG.weights, 'test')
     arrays = offline.published_arrays(self.params)
     self.version = publisher.publish(0, arrays).version

@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+from tests import fresh
 from tests import small_config
 
 from composer_jax import config
@@ -49,7 +50,7 @@ def tokenizer():
 @functools.cache
 def params(seed):
   """Random weights; the scaled head makes the samples less uniform."""
-  made = params_lib.init(EXPERIMENT.model, jax.random.key(seed))
+  made = fresh.params(EXPERIMENT.model, seed)
   return params_lib.publish_dtype(made.replace(unembed=made.unembed * 1.5))
 
 

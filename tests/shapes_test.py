@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from tests import fresh
 from tests import hub_configs
 from tests import mesh_cases
 from tests import small_config
@@ -104,9 +105,7 @@ class SmallTest(parameterized.TestCase):
     rows, tokens = 4 // cfg.mesh.row_shards, cfg.rl.tokens_per_row
     routes = cfg.model.moe_layers * cfg.model.top_k
     self.assertEqual(found.batch, rows * tokens * (7 * 4 + 1 + routes))
-    published = params_lib.publish_dtype(
-        params_lib.init(cfg.model, jax.random.key(0))
-    )
+    published = params_lib.publish_dtype(fresh.params(cfg.model))
     self.assertEqual(
         found.decoder, sum(x.nbytes for x in jax.tree.leaves(published))
     )

@@ -292,6 +292,14 @@ class Box:
     self.alive = True
     self.clean = False
 
+  @property
+  def running(self) -> bool:
+    """False once its process has ended.
+
+    What runs inside may outlive that by a moment, and answer once more.
+    """
+    return self._process.poll() is None
+
   async def request(
       self, body: Mapping[str, Any], *, wall: float, capacity: int
   ) -> Result:

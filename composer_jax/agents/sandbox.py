@@ -221,7 +221,7 @@ class Pool:
     try:
       while self._idle:
         warm = self._idle.pop()
-        if warm.alive:
+        if warm.alive and warm.running:
           return warm
         await warm.close()
       return box.Box(self._caps, self._level)

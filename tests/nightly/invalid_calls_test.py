@@ -57,6 +57,7 @@ class _Toy:
     task = _SOURCE.task(0, 'train')
     texts = [str(chat_renderer.SCHEMAS), task.files['f.py']]
     tokenizer = renderer_lib.train_tokenizer(texts, 400)
+    self._brace = tokenizer.token_to_id('{')
     self._renderer = chat_renderer.ChatRenderer(chat.compact(tokenizer))
 
   async def _rollout(self, task, knows, breaks):
@@ -66,7 +67,8 @@ class _Toy:
     turn = self._renderer.encode_turn(
         [tools.Replace('f.py', old, new), tools.Done()]
     )
-    turn = turn[2:] if breaks else turn  # no JSON any more
+    if breaks:  # no JSON any more
+      turn = [t for t in turn if t != self._brace]
     policy = sampled_policy.ScriptedPolicy([turn])
     async with self._pools[0].session() as session:
       episode = await harness.run(

@@ -21,6 +21,9 @@ class MeshTest(parameterized.TestCase):
   def test_experts_and_heads_are_split(self):
     mesh_cases.check(config.MeshConfig(1, 1, 2, 2))
 
+  def test_latent_attention_and_dense_layers_too(self):
+    mesh_cases.check_latent(config.MeshConfig(1, 2, 1, 2))
+
   @parameterized.product(
       axes=((1, 2, 2, 1), (1, 1, 2, 2)), name=tuple(mesh_cases.OPTIMIZERS)
   )

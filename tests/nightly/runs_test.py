@@ -132,6 +132,15 @@ class RunTest(absltest.TestCase):
     self.assertIn('train step vs', report)
     self.assertGreater(sum(k.endswith('.traj') for k in got), 10)
 
+  def test_3_another_seed_gives_another_run(self):
+    other = self.folder / 'other'
+    done = small_run.run('rl', other, *_SYNC, 'seed=1')
+    self.assertEqual(done.returncode, 0, done.stderr)
+    got = dict(digest.of_run(_CFG, other))
+    same = [k for k, v in self.digests.items() if got.get(k) == v]
+    self.assertNotIn('metrics', same)
+    self.assertNotIn('rl/params/embedding', same)
+
   def test_4_replay(self):
     last = max(max(r.weights) for r in self.rollouts)
     fresh = [r for r in self.rollouts if set(r.weights) == {last}]
