@@ -10,6 +10,7 @@ from unittest import mock
 from absl.testing import absltest
 import numpy as np
 from tests import sampled_policy
+from tests import sandbox_attacks
 
 from composer_jax import config
 from composer_jax import trace
@@ -116,8 +117,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
       async with pool.session() as session:
         episode = await _play(session, [_REPAIR, tools.Done()])
-      fresh._idle[0]._process.kill()
-      fresh._idle[0]._process.wait()
+      sandbox_attacks.dies_when_used(fresh._idle[0])
       reward = await _reward(episode, fresh)
       self.assertFalse(reward.valid)
       again = await _reward(episode, fresh)  # with a new one

@@ -11,6 +11,7 @@ from composer_jax.agents import grading
 from composer_jax.agents import micro_repair
 from composer_jax.agents import sandbox
 from composer_jax.agents import tasks
+from tests import sandbox_attacks
 
 _CASES = tuple(
     tasks.Case((a, b), a + b)
@@ -238,8 +239,7 @@ class GraderTest(unittest.IsolatedAsyncioTestCase):
     task = source.task(0, 'eval')
     async with sandbox.Pool(1) as pool:
       grader = grading.Grader(source, pool)
-      pool._idle[0]._process.kill()
-      pool._idle[0]._process.wait()
+      sandbox_attacks.dies_when_used(pool._idle[0])
       broken = await grader(task, task.files)
       again = await grader(task, task.files)
     self.assertFalse(broken.valid)

@@ -9,6 +9,7 @@ import unittest
 
 from absl.testing import absltest
 from tests import sampled_policy
+from tests import sandbox_attacks
 import websockets
 from websockets.asyncio import client as ws_client
 from websockets.asyncio import server as ws_server
@@ -111,8 +112,7 @@ class NoVerdictTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_a_grader_that_dies_gives_no_reward(self):
     async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
-      fresh._idle[0]._process.kill()
-      fresh._idle[0]._process.wait()
+      sandbox_attacks.dies_when_used(fresh._idle[0])
       grader = grading.Grader(_SOURCE, fresh)
       server = openenv_server.Server(_SOURCE, 'eval', pool, grader, _CFG)
       async with server.listen() as url:

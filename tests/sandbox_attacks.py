@@ -260,6 +260,18 @@ async def play(name):
   return out
 
 
+def dies_when_used(warm):
+  """An idle sandbox that the pool still believes in, and hands on."""
+  exchange = warm._exchange
+
+  async def dying(message, nonce):
+    warm._process.kill()
+    warm._process.wait()
+    return await exchange(message, nonce)
+
+  warm._exchange = dying
+
+
 if __name__ == '__main__':
   for level in sys.argv[1:]:
     for attack, (got, want) in asyncio.run(play(level)).items():
