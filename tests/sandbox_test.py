@@ -168,6 +168,17 @@ class SessionTest(parameterized.TestCase):
 
     _play(die)
 
+  def test_one_that_died_while_idle_is_not_handed_on(self):
+
+    async def main():
+      async with sandbox.Pool(1) as pool:
+        pool._idle[0]._process.kill()
+        pool._idle[0]._process.wait()
+        async with pool.session() as session:
+          return await _fine(session)
+
+    self.assertTrue(asyncio.run(main()))
+
   def test_cancelled_command_costs_the_sandbox_not_the_pool(self):
 
     async def main():
