@@ -4,9 +4,6 @@ Rounds of both sides alternate in one process; the figure is the median of the
 paired ratios. Close other programs first.
 
   python3 -m experiments.bench --suite=train --json=/tmp/train.json
-
-On Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 lays large arrays on huge pages.
-That spares both sides, and any training on a CPU, the faults of small ones.
 """
 
 import importlib
@@ -19,6 +16,7 @@ import platform
 from absl import flags
 
 from experiments import flags as binary
+from experiments import machine
 
 _SUITES = ('train', 'decode', 'delta', 'kernels', 'sandbox')
 _WITH_PEER = ('train', 'decode')  # suites that compare with transformers
@@ -31,7 +29,7 @@ _PAIRS = flags.DEFINE_integer(
 )
 
 
-def machine() -> dict[str, str | float | None]:
+def conditions() -> dict[str, str | float | None]:
   """What a figure depends on besides the code."""
   found = {
       d.metadata['Name'].lower() for d in importlib.metadata.distributions()
@@ -63,10 +61,11 @@ def write(path: str, suite: str, before: dict, results: list) -> None:
 def main() -> None:
   import jax
 
+  machine.keep_memory()  # as every trainer does; the peer profits, too
   jax.config.update('jax_num_cpu_devices', 2)
   from experiments.bench_suites import mixtral
 
-  before = machine()
+  before = conditions()
   if before['load_before'] > 0.5:
     # Torch's threads wait for each other actively: on a busy machine it loses
     # far more than we do, and the ratio flatters us.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.util
 import os
 import pathlib
 import platform
@@ -17,6 +19,12 @@ from composer_jax import config
 # A host can pretend to have any number of devices; beyond this many in one
 # process they only cost time.
 MAX_HOST_DEVICES = 8
+# glibc's mallopt: its parameters, and the values that keep_memory gives them.
+_KEEP = {
+    -8: 1,  # M_ARENA_MAX: threads share one heap, which may grow to any size
+    -4: 0,  # M_MMAP_MAX: no block is mapped, and unmapped, by itself
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free bytes at its end that stay
+}
 _STOPPING = 'stopping after this step; once more to abort without saving'
 
 
@@ -25,6 +33,21 @@ class Devices(typing.NamedTuple):
 
   train: list[jax.Device]  # the mesh, of all processes
   rollout: jax.Device  # decodes; apart from the mesh if there are enough
+
+
+def keep_memory() -> None:
+  """Where training runs on a CPU, keeps memory that was freed for the next use.
+
+  XLA allocates the temporaries of a step anew. glibc gives blocks of their size
+  back to the kernel, which clears them, page by page, at every step. Call it
+  before jax starts its threads. On another C library it does nothing, nor where
+  jax has a plugin of an accelerator: the host's memory is for other things
+  there.
+  """
+  mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+  if mallopt and importlib.util.find_spec('jax_plugins') is None:
+    for parameter, value in _KEEP.items():
+      mallopt(parameter, value)
 
 
 def setup_devices(
@@ -53,6 +76,7 @@ def setup_devices(
     decoders = int(processes == 1)
     here = min(-(-want // processes), most) + decoders
     jax.config.update('jax_num_cpu_devices', here)
+  keep_memory()
   setup_cache(cache)
   devices = jax.devices()
   kind = devices[0].platform

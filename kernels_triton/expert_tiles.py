@@ -5,7 +5,6 @@ cache for all of them.
 """
 
 from collections.abc import Callable
-import functools
 
 import jax
 from jax import lax
@@ -86,32 +85,36 @@ def _forward(x, gates, w_in, w_out, experts, ends):
 def _backward(residuals, dy):
   """Larger blocks than the forward's: only its bits are a contract.
 
-  A block may reach into the tiles of the next expert. There it takes a
-  cotangent of zero, and what it writes is written again by that expert.
+  A block may reach into the tiles of the next expert; the last one, which must
+  not reach past the end, into tiles that are done. There it takes a cotangent
+  of zero and writes nothing: dx lies where dy did, which is read only once.
   """
   x, gates, w_in, w_out, experts, ends, up = residuals
   tiles, rows = gates.shape
   block = max(1, min(_BLOCK, tiles // len(w_in)))
   size = block * rows
-
-  def flat(a):
-    a = a.reshape(tiles * rows, *a.shape[2:])
-    return jnp.pad(a, [(0, size - rows)] + [(0, 0)] * (a.ndim - 1))
-
-  x, gates, up, dy = (flat(a) for a in (x, gates, up, dy))
+  x, gates, up, dy = (
+      a.reshape(tiles * rows, *a.shape[2:]) for a in (x, gates, up, dy)
+  )
 
   def expert(e, first, end, out):
     w1, w2 = _matrix(w_in, e), w_out[e]
 
     def step(b, out):
       dx, dgates, dw1, dw2 = out
-      start = (first + b * block) * rows
+      begin = (first + b * block) * rows
+      start = jnp.minimum(begin, tiles * rows - size)
       part = lambda a: lax.dynamic_slice_in_dim(a, start, size)
-      put = functools.partial(
-          lax.dynamic_update_slice_in_dim, start_index=start, axis=0
-      )
-      own = jnp.arange(size, dtype=jnp.int32) < end * rows - start
-      dy_b = jnp.where(own[:, None], part(dy), 0.0)
+      ids = start + jnp.arange(size, dtype=jnp.int32)
+      own = ((ids >= begin) & (ids < end * rows))[:, None]
+
+      def put(array, value):
+        value = jnp.where(
+            own[:, 0] if array.ndim == 1 else own, value, part(array)
+        )
+        return lax.dynamic_update_slice_in_dim(array, value, start, 0)
+
+      dy_b = jnp.where(own, part(dx), 0.0)
       x_b, g = part(x), part(gates)[:, None]
       a, v = jnp.split(part(up), 2, axis=-1)
       sigmoid = jax.nn.sigmoid(a)
@@ -135,11 +138,10 @@ def _backward(residuals, dy):
     dw_in = _put(dw_in, dw1.reshape(w_in.shape[1:]), e)
     return dx, dgates, dw_in, _put(dw_out, dw2, e)
 
-  zeros = tuple(jnp.zeros_like(a) for a in (x, gates, w_in, w_out))
-  dx, dgates, dw_in, dw_out = _each_expert(experts, ends, expert, zeros)
-  count = tiles * rows
-  dx = dx[:count].reshape(tiles, rows, -1)
-  return dx, dgates[:count].reshape(tiles, rows), dw_in, dw_out, None, None
+  zeros = tuple(jnp.zeros_like(a) for a in (gates, w_in, w_out))
+  dx, dgates, dw_in, dw_out = _each_expert(experts, ends, expert, (dy, *zeros))
+  dx = dx.reshape(tiles, rows, -1)
+  return dx, dgates.reshape(tiles, rows), dw_in, dw_out, None, None
 
 
 swiglu.defvjp(_forward, _backward)

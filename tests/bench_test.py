@@ -102,7 +102,7 @@ class SuiteTest(absltest.TestCase):
     results = [_result((7.0,), (10.0,))]
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder, 'x.json')
-      bench.write(str(path), 'train', bench.machine(), results)
+      bench.write(str(path), 'train', bench.conditions(), results)
       report = json.loads(path.read_text())
     self.assertEqual(report['results'][0]['ratio'], 0.7)
     self.assertEqual(report['machine']['jax'], jax.__version__)

@@ -1,7 +1,10 @@
 """Binaries as a user meets them: real processes, exit codes, signals."""
 
+from importlib import util
+import mmap
 import os
 import pathlib
+import platform
 import signal
 import subprocess
 import sys
@@ -33,6 +36,24 @@ def experiment():
 
 def wrong():
   return 3
+"""
+
+# Counts the page faults of the second use of a large block, in a thread.
+_FAULTS = """
+import resource, threading
+from experiments import machine
+
+def use():
+  b'x' * (64 << 20)
+
+if KEEP:
+  machine.keep_memory()
+for _ in range(2):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  thread = threading.Thread(target=use)
+  thread.start()
+  thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 _BINARY = '''
@@ -277,6 +298,27 @@ class InProcessTest(absltest.TestCase):
 
   def test_cache_is_per_version_and_processor(self):
     self.assertRegex(machine.default_cache().name, r'^jax-[\d.]+-[0-9a-f]{12}$')
+
+  def test_freed_memory_is_kept_for_the_next_step(self):
+    if platform.libc_ver()[0] != 'glibc' or util.find_spec('jax_plugins'):
+      self.skipTest('memory is only kept with glibc, where jax has only a CPU')
+    huge = pathlib.Path('/sys/kernel/mm/transparent_hugepage/enabled')
+    if huge.exists() and '[always]' in huge.read_text():
+      self.skipTest('pages are huge, so there are hardly any faults')
+    faults = {}
+    for kept in (False, True):
+      script = _FAULTS.replace('KEEP', str(kept))
+      ran = subprocess.run(
+          [sys.executable, '-c', script],
+          cwd=_ROOT,
+          capture_output=True,
+          text=True,
+          check=True,
+      )
+      faults[kept] = int(ran.stdout)
+    pages = (64 << 20) // mmap.PAGESIZE
+    self.assertGreater(faults[False], 0.9 * pages)
+    self.assertLess(faults[True], 0.1 * pages)
 
 
 if __name__ == '__main__':

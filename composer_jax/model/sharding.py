@@ -100,8 +100,8 @@ def summed(grads: Any, specs: Any) -> Any:
   """
 
   def leaf(g: jax.Array, spec: PartitionSpec) -> jax.Array:
-    axes = tuple(a for a in ROWS if a not in spec or size(a) == 1)
-    return lax.psum(g, axes)
+    axes = tuple(a for a in ROWS if a not in spec and size(a) > 1)
+    return lax.psum(g, axes) if axes else g  # of one device it would copy
 
   return jax.tree.map(leaf, grads, specs)
 
