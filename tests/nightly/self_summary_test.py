@@ -15,28 +15,26 @@ class SummaryTest(absltest.TestCase):
     super().setUp()
     self.folder = pathlib.Path(self.create_tempdir().full_path)
 
-  def _success(self, name, *edits):
-    """Held-out success after a short run of the shipped experiment."""
+  def _success(self, name, steps, *edits):
+    """Held-out success after so many steps of the shipped experiment."""
     workdir = self.folder / name
     edits += (
-        # Faster than the experiment does it, which works for its first seed.
-        'rl_optimizer.learning_rate=1e-3',
-        'rl.groups_per_step=8',
-        'rl.rollouts_per_group=16',
-        'rl.steps=24',
-        'rl.eval_every_steps=24',
+        f'rl.steps={steps}',
+        f'rl.eval_every_steps={steps}',
         'evaluation.tasks=96',
     )
     done = small_run.run('rl', workdir, *edits, config='summary')
     self.assertEqual(done.returncode, 0, done.stderr)
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     evals = [r for r in map(json.loads, lines) if r['phase'] == 'eval']
-    self.assertEqual([r['step'] for r in evals], [0, 24])
+    self.assertEqual([r['step'] for r in evals], [0, steps])
     return evals[-1]['eval/pass1_sampled']
 
   def test_only_a_trained_summary_carries_the_fact(self):
-    trained = self._success('trained')
-    masked = self._success('masked', 'harness.train_summaries=false')
+    # How fast it is learned depends on the seed, and on the order in which
+    # rollouts arrive: 20 steps were enough for some runs, 40 for all.
+    trained = self._success('trained', 48)
+    masked = self._success('masked', 24, 'harness.train_summaries=false')
     self.assertLess(masked, 0.2)
     self.assertGreater(trained, masked + 0.15)
 
