@@ -103,6 +103,9 @@ class HarborTest(parameterized.TestCase):
     for split, count in (('train', 5), ('eval', 2)):
       for k in range(count):
         self._write(_built(k, split, split))
+    killed = self.root / '.set-train-9.part'
+    killed.mkdir()
+    (killed / 'task.toml').write_text('half')
     source = harbor.Directory(str(self.root))
     drawn = [source.task(k, 'train') for k in range(5)]
     self.assertLen({t.id for t in drawn}, 5)

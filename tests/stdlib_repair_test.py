@@ -77,11 +77,11 @@ class StdlibRepairTest(absltest.TestCase):
       ) as first:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and first.poll() is None:
-          if len(list(out.glob('*/task.toml'))) >= 2:
+          if len(list(out.glob('[!.]*/task.toml'))) >= 2:
             break
           time.sleep(0.02)
         first.send_signal(signal.SIGKILL)
-      before = {p: p.stat().st_mtime_ns for p in out.glob('*/task.toml')}
+      before = {p: p.stat().st_mtime_ns for p in out.glob('[!.]*/task.toml')}
       self.assertBetween(len(before), 2, 5)
       done = subprocess.run(
           _command(out, '--tasks=6'),
@@ -100,7 +100,7 @@ class StdlibRepairTest(absltest.TestCase):
         self.assertLen(set(ids), len(ids))
       kinds = [
           harbor.read(p.parent).task.meta['kind']
-          for p in out.glob('*/task.toml')
+          for p in out.glob('[!.]*/task.toml')
       ]
       self.assertIn('removal', kinds)
 

@@ -302,7 +302,8 @@ def folder_name(task_id: str) -> str:
 def _splits(path: str) -> dict[str, list[str]]:
   """Split -> names of its task directories."""
   out: dict[str, list[str]] = {}
-  for folder in sorted(pathlib.Path(path).glob('*/task.toml')):
+  # What a killed writer left has a name that starts with a dot.
+  for folder in sorted(pathlib.Path(path).glob('[!.]*/task.toml')):
     config = tomllib.loads(folder.read_text('utf-8'))
     split = config.get('metadata', {}).get('split', 'train')
     out.setdefault(split, []).append(folder.parent.name)
