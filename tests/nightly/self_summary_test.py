@@ -32,7 +32,7 @@ class SummaryTest(absltest.TestCase):
 
   def test_only_a_trained_summary_carries_the_fact(self):
     # How fast it is learned depends on the seed, and on the order in which
-    # rollouts arrive: 20 steps were enough for some runs, 40 for all.
+    # rollouts arrive: 20 steps were enough for one run, 40 for all seen.
     trained = self._success('trained', 48)
     masked = self._success('masked', 24, 'harness.train_summaries=false')
     self.assertLess(masked, 0.2)
