@@ -18,10 +18,10 @@ import sysconfig
 from absl import flags
 from rich import progress
 
-from composer_jax.agents import harbor
-from composer_jax.agents import mutation
-from composer_jax.agents import sandbox
-from composer_jax.agents import stdlib_repair
+from composer_jax.environments import harbor
+from composer_jax.environments import mutation
+from composer_jax.environments import stdlib_repair
+from composer_jax.sandbox import pool as pool_lib
 from experiments import flags as binary
 
 _REJECTED = 'rejected.jsonl'  # faults that made no task, and why
@@ -72,17 +72,17 @@ def _candidates(modules: list[stdlib_repair.Module]) -> Iterator[Candidate]:
 
 
 async def _try(
-    pool: sandbox.Pool, module: stdlib_repair.Module, fault: mutation.Fault
+    pool: pool_lib.Pool, module: stdlib_repair.Module, fault: mutation.Fault
 ) -> harbor.Built | str:
   """Builds a task, again if a sandbox failed: a machine may be very busy."""
   for _ in range(_TRIES - 1):
-    with contextlib.suppress(sandbox.SandboxError):
+    with contextlib.suppress(pool_lib.SandboxError):
       return await stdlib_repair.build(pool, module, fault)
   return await stdlib_repair.build(pool, module, fault)
 
 
 async def _work(
-    pool: sandbox.Pool,
+    pool: pool_lib.Pool,
     candidates: Iterator[Candidate],
     out: pathlib.Path,
     left: Iterator[int],
@@ -120,7 +120,7 @@ async def _build(out: pathlib.Path, jobs: int) -> None:
   )
   with progress.Progress(*columns) as bar:
     bar.add_task('tasks', total=_TASKS.value)
-    async with sandbox.Pool(jobs) as pool:
+    async with pool_lib.Pool(jobs) as pool:
       loaded = await asyncio.gather(
           *(stdlib_repair.load(pool, library, n) for n in _MODULES.value)
       )

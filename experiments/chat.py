@@ -40,7 +40,7 @@ class _Terminal:
   """Reads commands, prints replies."""
 
   def __init__(self, engine, stored, sampling, tasks):
-    from composer_jax.runs import conversation
+    from composer_jax.serving import conversation
 
     self._lib, self._engine, self._stored = conversation, engine, stored
     self._chat = conversation.Conversation(engine, stored.chat_format())
@@ -113,7 +113,7 @@ class _Terminal:
       printed = len(renderer.text(ids))
 
     def run():
-      from composer_jax.rollout import graph
+      from composer_jax.serving import graph
 
       window = self._lib.sample(
           self._engine,
@@ -140,7 +140,7 @@ def _print(text: str) -> None:
 
 def _tasks(stored):
   """(experiment, renderer) of the run, or None if it is not on this disk."""
-  from composer_jax.runs import base
+  from composer_jax.runs import base_model
   from composer_jax.runs import manifest
 
   chosen = absl_flags.FLAGS.workdir
@@ -150,7 +150,7 @@ def _tasks(stored):
       raise ValueError(f'--workdir={chosen}: there is no run of composer_jax')
     return None
   cfg = flags.stored_experiment(workdir)
-  return cfg, base.renderer(cfg, stored)
+  return cfg, base_model.renderer(cfg, stored)
 
 
 def main() -> int:
@@ -160,9 +160,9 @@ def main() -> int:
 
   from composer_jax import config
   from composer_jax.rollout import engine as engine_lib
-  from composer_jax.runs import conversation
   from composer_jax.runs import feed as feed_lib
   from composer_jax.runs import stored_model
+  from composer_jax.serving import conversation
   from experiments import machine
 
   values = absl_flags.FLAGS

@@ -165,19 +165,19 @@ def experiment() -> config.Experiment:
   cfg = config_text.override(load(flags.FLAGS.config), *edits)
   if cfg.base is None:
     return cfg
-  from composer_jax.runs import base  # which needs jax, as few commands do
+  from composer_jax.runs import base_model
 
   for text in edits:
     name = text.partition('=')[0]
     if (
         name.startswith('model.')
-        and name.removeprefix('model.') not in base.HOW
+        and name.removeprefix('model.') not in base_model.HOW
     ):
       raise ValueError(
           f'--set={text}: the base decides it; of the model, only'
-          f' {", ".join(base.HOW)} can be set'
+          f' {", ".join(base_model.HOW)} can be set'
       )
-  return base.adopt(cfg)
+  return base_model.adopt(cfg)
 
 
 def load(name: str) -> config.Experiment:

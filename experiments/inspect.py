@@ -121,17 +121,17 @@ def _join_diff(argv: list[str]) -> None:
 
 def _run(out: console.Console) -> None:
   from composer_jax.dashboard import report
-  from composer_jax.runs import inspection
+  from composer_jax.inspect import tables
 
   workdir = pathlib.Path(absl_flags.FLAGS.workdir)
-  for part in inspection.run(workdir):
+  for part in tables.run(workdir):
     out.print(part)
   if absl_flags.FLAGS.report:
     out.print(f'report: {report.build(workdir)}', soft_wrap=True)
 
 
 def _weights(out: console.Console) -> int:
-  from composer_jax.runs import stored_weights
+  from composer_jax.inspect import stored_weights
   from composer_jax.weights import follow
   from composer_jax.weights import records
 
@@ -167,7 +167,7 @@ def _weights(out: console.Console) -> int:
 
 
 def _trajectory(out: console.Console) -> None:
-  from composer_jax.runs import inspection
+  from composer_jax.inspect import tables
 
   values = absl_flags.FLAGS
   if not (values.workdir or values.path):
@@ -177,23 +177,23 @@ def _trajectory(out: console.Console) -> None:
     if not path.is_file():
       raise ValueError(f'--path={path}: no such file')
   elif values.task:
-    path = inspection.find(pathlib.Path(values.workdir), values.task)
+    path = tables.find(pathlib.Path(values.workdir), values.task)
   else:
-    found = inspection.stored(pathlib.Path(values.workdir))
-    out.print(inspection.trajectories(found.values()))
+    found = tables.stored(pathlib.Path(values.workdir))
+    out.print(tables.trajectories(found.values()))
     return
-  for part in inspection.trajectory(path, values.tokens):
+  for part in tables.trajectory(path, values.tokens):
     out.print(part)
 
 
 def _curves(out: console.Console) -> None:
   from composer_jax.dashboard import plots
-  from composer_jax.runs import inspection
+  from composer_jax.inspect import tables
 
   values = absl_flags.FLAGS
   metric = values.metric
-  arms = inspection.arms([pathlib.Path(r) for r in values.runs], metric)
-  out.print(inspection.curve_table(arms, metric))
+  arms = tables.arms([pathlib.Path(r) for r in values.runs], metric)
+  out.print(tables.curve_table(arms, metric))
   if values.plot:
     plots.curves(values.plot, metric, ('RL step', metric), arms)
 
@@ -201,7 +201,7 @@ def _curves(out: console.Console) -> None:
 def _model(out: console.Console) -> None:
   from composer_jax import config
   from composer_jax import config_text
-  from composer_jax.runs import model_facts
+  from composer_jax.inspect import model_facts
 
   mesh = config_text.override(config.MeshConfig(data=1), *absl_flags.FLAGS.mesh)
   path = pathlib.Path(absl_flags.FLAGS.path).resolve()
@@ -210,9 +210,9 @@ def _model(out: console.Console) -> None:
 
 
 def _ops(out: console.Console) -> int:
+  from composer_jax.inspect import divergence
+  from composer_jax.inspect import ops
   from composer_jax.learner import step
-  from composer_jax.runs import divergence
-  from composer_jax.runs import ops
   from experiments import machine
 
   values = absl_flags.FLAGS
@@ -243,7 +243,7 @@ def _ops(out: console.Console) -> int:
 
 
 def _sandbox(out: console.Console) -> int:
-  from composer_jax.agents import box
+  from composer_jax.sandbox import box
 
   level = box.describe()
   out.print(f'level: {level.name}', soft_wrap=True)
@@ -259,10 +259,10 @@ def _judge(out: console.Console) -> int:
   import asyncio
   import json
 
+  from composer_jax.inspect import tables
   from composer_jax.rewards import calibration
   from composer_jax.rewards import judge as judge_lib
   from composer_jax.rewards import rubric as rubric_lib
-  from composer_jax.runs import inspection
   from composer_jax.runs import progress
 
   values = absl_flags.FLAGS
@@ -298,7 +298,7 @@ def _judge(out: console.Console) -> int:
     part = pathlib.Path(f'{values.json}.part')
     part.write_text(json.dumps(report, indent=2) + '\n')
     part.replace(values.json)
-  for part in inspection.calibration(report):
+  for part in tables.calibration(report):
     out.print(part)
   failures = {f for r in found for j in r for f in j.failures.values()}
   for failure in sorted(failures)[:3]:

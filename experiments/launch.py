@@ -28,15 +28,15 @@ def define() -> None:
 
 def _plan(cfg: config.Experiment) -> str:
   """Also what the steps take, if the mesh is larger than a machine."""
+  from composer_jax.runs import footprint
   from composer_jax.runs import plan
-  from composer_jax.runs import shapes
   from experiments import machine
 
   plan.check(cfg)
   if cfg.mesh.devices <= machine.MAX_HOST_DEVICES:
     return plan.text(cfg)
   machine.pretend(cfg.mesh.devices)
-  return plan.text(cfg, shapes.of(cfg))
+  return plan.text(cfg, footprint.of(cfg))
 
 
 def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:

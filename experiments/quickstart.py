@@ -14,11 +14,11 @@ from experiments import launch
 
 
 def _work(run) -> bool:
-  from composer_jax.runs import host
   from composer_jax.runs import pipeline
+  from composer_jax.runs import player
   from composer_jax.runs import summary
 
-  print(f'sandbox: {host.isolation()}', flush=True)
+  print(f'sandbox: {player.isolation()}', flush=True)
   state, complete = pipeline.next_token_phases(run)
   if not complete:
     return False

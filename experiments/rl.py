@@ -13,10 +13,10 @@ from experiments import launch
 
 
 def _work(run) -> bool:
-  from composer_jax.runs import host
   from composer_jax.runs import pipeline
+  from composer_jax.runs import player
 
-  print(f'sandbox: {host.isolation()}', flush=True)
+  print(f'sandbox: {player.isolation()}', flush=True)
   state, complete = pipeline.next_token_phases(run)
   return complete and pipeline.reinforcement(run, state)[1]
 

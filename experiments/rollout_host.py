@@ -10,20 +10,20 @@ is on disk, token by token, before it is answered. GET /ready, /metrics.
 import secrets
 
 from experiments import flags
-from experiments import host
+from experiments import serving_flags
 
-host.define('admin_key', 'that opens rollouts')
+serving_flags.define('admin_key', 'that opens rollouts')
 
 
 def main() -> int:
-  key = host.chosen_key('admin_key')
+  key = serving_flags.chosen_key('admin_key')
   fresh = key is None
   key = key or secrets.token_urlsafe(24)
 
   def opened(_) -> str:
     return f'admin key: {key if fresh else "as given"}'
 
-  return host.serve(opened, admin_key=key)
+  return serving_flags.serve(opened, admin_key=key)
 
 
 if __name__ == '__main__':

@@ -9,19 +9,19 @@ seed, stop strings and n. Every call is on disk before it is answered.
 import uuid
 
 from experiments import flags
-from experiments import host
+from experiments import serving_flags
 
-host.define('api_key', 'of clients')
+serving_flags.define('api_key', 'of clients')
 
 
 def main() -> int:
-  key = host.chosen_key('api_key')
+  key = serving_flags.chosen_key('api_key')
 
   def opened(served) -> str:
     secret = served.open(f'serve-{uuid.uuid4().hex[:12]}', 'serve', key)
     return f'API key: {secret if key is None else "as given"}'
 
-  return host.serve(opened)
+  return serving_flags.serve(opened)
 
 
 if __name__ == '__main__':

@@ -43,10 +43,10 @@ absl_flags.DEFINE_integer(
 
 
 def main() -> int:
-  from composer_jax.learner import shards
-  from composer_jax.runs import inputs
+  from composer_jax.data import inputs
+  from composer_jax.data import shards
+  from composer_jax.data import tokenization
   from composer_jax.runs import progress
-  from composer_jax.runs import tokenization
 
   values = absl_flags.FLAGS
   files = inputs.find(values.input, values.suffix)

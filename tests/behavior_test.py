@@ -5,8 +5,8 @@ from absl.testing import absltest
 from composer_jax.dashboard import behavior
 from composer_jax.dashboard import data
 from composer_jax.dashboard import sections
+from composer_jax.inspect import tables
 from composer_jax.rewards import signals
-from composer_jax.runs import inspection
 from composer_jax.runs import writer
 
 
@@ -44,9 +44,7 @@ class BehaviorTest(absltest.TestCase):
     (line,) = behavior.lines(run)
     self.assertIn('behavior/asks', line)
     self.assertIn('now 0.5', line)
-    printed = ' '.join(
-        str(p) for p in inspection.run(data.load(folder).workdir)
-    )
+    printed = ' '.join(str(p) for p in tables.run(data.load(folder).workdir))
     self.assertIn('alarm: behavior/asks', printed)
 
   def test_an_alarm_that_is_over_stays_in_the_records(self):

@@ -12,8 +12,8 @@ from tests import graph_cases
 from tests import serving_kit
 from tests import small_run
 
-from composer_jax.rollout import capture
-from composer_jax.rollout import graph
+from composer_jax.serving import capture
+from composer_jax.serving import graph
 
 _HOST = """
 import os, signal, sys

@@ -10,22 +10,22 @@ from tests import chat_test
 from tests import sampled_policy
 
 from composer_jax import config
+from composer_jax import task
 from composer_jax import trace
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
 from composer_jax.agents import windows
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template as template_lib
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _FILES = {
     'sol.py': 'import helper\n\ndef double(x):\n  return helper.add(x, x)\n',
     'helper.py': 'def add(a, b):\n  return a - b\n',
 }
-_SUITE = tasks.Suite(
+_SUITE = task.Suite(
     {
         'test_sol.py': (
             'import unittest, sol\nclass T(unittest.TestCase):\n'
@@ -35,8 +35,8 @@ _SUITE = tasks.Suite(
     ('test_sol',),
     ('test_sol.T.test_d',),
 )
-_TASK = tasks.Task(
-    'repo', 'Repair it: <|end|>', _FILES, _SUITE, tasks.Limits(2.0, 20.0)
+_TASK = task.Task(
+    'repo', 'Repair it: <|end|>', _FILES, _SUITE, task.Limits(2.0, 20.0)
 )
 
 
@@ -44,8 +44,8 @@ _TASK = tasks.Task(
 def _renderer():
   """For models that were trained here."""
   texts = [*_FILES.values(), str(chat_renderer.SCHEMAS)] * 20
-  tokenizer = renderer_lib.train_tokenizer(texts, 600)
-  return chat_renderer.ChatRenderer(chat.compact(tokenizer))
+  tokenizer = compact_renderer.train_tokenizer(texts, 600)
+  return chat_renderer.ChatRenderer(template_lib.compact(tokenizer))
 
 
 @functools.cache
@@ -208,7 +208,7 @@ class EpisodeTest(absltest.TestCase):
     )
 
     async def main():
-      async with sandbox.Pool(2) as pool:
+      async with pool_lib.Pool(2) as pool:
         async with pool.session() as session:
           episode = await harness.run(
               _TASK, session, policy, _renderer(), cfg=cfg, seed=0

@@ -8,13 +8,13 @@ from absl.testing import absltest
 import openai
 from tests import serving_kit as lib
 
-from composer_jax.agents import chat
-from composer_jax.agents import tool_calls
+from composer_jax.chat import template
+from composer_jax.chat import tool_calls
 
 _TOOL = {'type': 'function', 'function': {'name': 'run'}}
 
 
-class _Caller(chat.ChatFormat):
+class _Caller(template.ChatFormat):
   """Reads every reply of an untrained model as a call of `run`, with its text.
 
   Nothing of it is certain to be content before the end.
@@ -118,7 +118,7 @@ class OpenAiTest(absltest.TestCase):
 class ToolTest(absltest.TestCase):
 
   def test_calls_go_out_and_results_come_in(self):
-    caller = _Caller(lib.tokenizer(), chat.COMPACT_TEMPLATE, ['<|end|>'])
+    caller = _Caller(lib.tokenizer(), template.COMPACT_TEMPLATE, ['<|end|>'])
     kit = lib.Kit(
         self.create_tempdir().full_path,
         chat_format=caller,

@@ -13,13 +13,13 @@ import zstandard
 
 from composer_jax.weights import buckets
 from composer_jax.weights import codec
-from composer_jax.weights import kernels
 from composer_jax.weights import layout
-from composer_jax.weights import ranges
+from composer_jax.weights import numba_kernels
+from composer_jax.weights import range_coder
 from composer_jax.weights import reference
 from composer_jax.weights import reference_buckets
-from composer_jax.weights import rice
-from composer_jax.weights import steps
+from composer_jax.weights import rice_coder
+from composer_jax.weights import ulp_steps
 
 _SPECIAL = np.array(
     # +-0, +-denormals, +-1, +-inf, quiet and signalling NaNs with payloads
@@ -57,7 +57,7 @@ def _pairs(draw):
 
 
 def _split(old, new):
-  return kernels.split(*steps.between(old, new))
+  return numba_kernels.split(*ulp_steps.between(old, new))
 
 
 class CodecTest(parameterized.TestCase):
@@ -80,7 +80,7 @@ class CodecTest(parameterized.TestCase):
     old, new = pair
     for a, b in zip(_split(old, new), reference.split(old, new), strict=True):
       np.testing.assert_array_equal(a, b)
-    for impl in (kernels, reference):
+    for impl in (numba_kernels, reference):
       out = impl.merge(old, _split(old, new))
       np.testing.assert_array_equal(out, new)
 
@@ -91,7 +91,7 @@ class CodecTest(parameterized.TestCase):
 
   def _check_buckets(self, old, new):
     changes, found = buckets.between(old, new)
-    for a, b in zip(found, steps.between(old, new), strict=True):
+    for a, b in zip(found, ulp_steps.between(old, new), strict=True):
       np.testing.assert_array_equal(a, b)
     plain = reference_buckets.between(old, new)
     for a, b in zip(changes, plain, strict=True):
@@ -101,8 +101,8 @@ class CodecTest(parameterized.TestCase):
     if not changes.gaps.size:
       return
     for packer, slow in (
-        (rice, reference_buckets.rice_pack),
-        (ranges, reference_buckets.range_pack),
+        (rice_coder, reference_buckets.rice_pack),
+        (range_coder, reference_buckets.range_pack),
     ):
       payload = packer.pack(changes)
       self.assertEqual(payload, slow(changes))
@@ -112,7 +112,7 @@ class CodecTest(parameterized.TestCase):
   def test_every_special_pair(self):
     old = np.repeat(_SPECIAL, _SPECIAL.size)
     new = np.tile(_SPECIAL, _SPECIAL.size)
-    for impl, split in ((kernels, _split), (reference, reference.split)):
+    for impl, split in ((numba_kernels, _split), (reference, reference.split)):
       out = impl.merge(old, split(old, new))
       np.testing.assert_array_equal(out, new)
     self._check_buckets(old, new)
@@ -122,7 +122,7 @@ class CodecTest(parameterized.TestCase):
     old = np.arange(1 << 16).astype(np.uint16)
     for step in (1, 2, 3, 100, 32767, 32768, 32769, 65535):
       new = reference.from_key(reference.to_key(old) + np.uint16(step))
-      for packer in (rice, ranges):
+      for packer in (rice_coder, range_coder):
         changes, _ = buckets.between(old, new)
         again = packer.unpack(packer.pack(changes), old.size)
         np.testing.assert_array_equal(buckets.apply(old, again), new)
@@ -165,7 +165,7 @@ class CodecTest(parameterized.TestCase):
     new = old + (np.arange(4100) % 9 == 0).astype(np.uint16)
     for first in range(5):
       a, b = old[first:], new[first:4100]
-      np.testing.assert_array_equal(kernels.merge(a, _split(a, b)), b)
+      np.testing.assert_array_equal(numba_kernels.merge(a, _split(a, b)), b)
       changes, _ = buckets.between(a, b)
       np.testing.assert_array_equal(buckets.apply(a, changes), b)
 
@@ -288,14 +288,16 @@ class StepsTest(absltest.TestCase):
   @_small
   def test_sum_of_steps_is_the_step_over_all(self, versions):
     parts = [
-        steps.between(old, new)
+        ulp_steps.between(old, new)
         for old, new in zip(versions, versions[1:], strict=False)
     ]
-    total = steps.compose(parts, versions[0].size)
-    direct = steps.between(versions[0], versions[-1])
+    total = ulp_steps.compose(parts, versions[0].size)
+    direct = ulp_steps.between(versions[0], versions[-1])
     for a, b in zip(total, direct, strict=True):
       np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(steps.undo(versions[-1], total), versions[0])
+    np.testing.assert_array_equal(
+        ulp_steps.undo(versions[-1], total), versions[0]
+    )
 
 
 class LayoutTest(parameterized.TestCase):

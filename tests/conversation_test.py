@@ -10,9 +10,9 @@ from tests import served_store
 from tests import serving_kit as lib
 from tests import small_run
 
-from composer_jax.agents import chat
+from composer_jax.chat import template
 from composer_jax.rollout import engine as engine_lib
-from composer_jax.runs import conversation
+from composer_jax.serving import conversation
 
 
 def _engine():
@@ -30,7 +30,7 @@ class ConversationTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.engine = self.enter_context(_engine())
-    self.form = chat.compact(lib.tokenizer())
+    self.form = template.compact(lib.tokenizer())
     self.talk = conversation.Conversation(self.engine, self.form)
 
   def _say(self, text, **sampling):

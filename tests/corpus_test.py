@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
 from composer_jax import config
-from composer_jax.learner import corpus
+from composer_jax.data import corpus
 
 _START = 0
 

@@ -7,9 +7,9 @@ import random
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from composer_jax.agents import curriculum
-from composer_jax.agents import micro_repair
-from composer_jax.agents import tasks
+from composer_jax import task as task_lib
+from composer_jax.environments import curriculum
+from composer_jax.environments import micro_repair
 
 _KINDS = ('always', 'never', 'sometimes', 'rarely')
 _RATES = dict(zip(_KINDS, (1.0, 0.0, 0.4, 0.05), strict=True))
@@ -25,7 +25,7 @@ class _Source:
     if index >= self.size:
       raise IndexError(index)
     kind = random.Random(f'{index}/{split}').choice(_KINDS)
-    return tasks.Task(f'{index}', '', {}, (), meta={'family': kind})
+    return task_lib.Task(f'{index}', '', {}, (), meta={'family': kind})
 
 
 def _play(source, rates, steps, candidates, seed=0):

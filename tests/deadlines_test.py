@@ -14,19 +14,19 @@ from tests import sandbox_attacks
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import box
 from composer_jax.agents import external
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import micro_repair
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
 from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.environments import micro_repair
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import verify
+from composer_jax.sandbox import box
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _SOURCE = micro_repair.MicroRepair()
 _TASK = _SOURCE.task(3, 'eval')
@@ -44,7 +44,7 @@ _CFG = config.HarnessConfig(
 def _renderer():
   texts = [str(chat_renderer.SCHEMAS), _OLD]
   return chat_renderer.ChatRenderer(
-      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+      template.compact(compact_renderer.train_tokenizer(texts, 400))
   )
 
 
@@ -67,7 +67,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_hung_tools_spend_the_policys_time_and_no_more(self):
     hang = [tools.Replace('f.py', _OLD, _SLEEPER), *[tools.Run()] * 40]
-    async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+    async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
       async with pool.session() as session:
         began = time.monotonic()
         episode = await _play(session, hang)
@@ -83,7 +83,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     back = [tools.Replace('f.py', _SLEEPER, _NEW)]
     turn = [tools.Replace('f.py', _OLD, _SLEEPER), *[tools.Run()] * 2, *back]
     turn += [tools.Replace('g.py', '', _SLEEPER)]
-    async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+    async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
       async with pool.session() as session:
         loop = tool_loop.ToolLoop(session, _CFG)
         loop._seconds = 0.5  # so that the second run is the last call
@@ -100,7 +100,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual((reward.valid, reward.score), (True, 1.0))
 
   async def test_waiting_for_a_sandbox_is_not_the_policys_doing(self):
-    async with sandbox.Pool(1) as pool, pool.session() as other:
+    async with pool_lib.Pool(1) as pool, pool.session() as other:
       await other.exec('true')  # holds the only one
 
       async def leave():
@@ -114,7 +114,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
 
   async def test_a_sandbox_that_dies_while_grading_is_no_verdict(self):
-    async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+    async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
       async with pool.session() as session:
         episode = await _play(session, [_REPAIR, tools.Done()])
       sandbox_attacks.dies_when_used(fresh._idle[0])
@@ -124,14 +124,14 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual((again.valid, again.score), (True, 1.0))
 
   async def test_a_silent_sandbox_ends_by_its_deadline(self):
-    class Deaf(sandbox.Session):
+    class Deaf(pool_lib.Session):
 
       async def open(self):
         mine = await super().open()
         mine._exchange = lambda *_: asyncio.sleep(60)
         return mine
 
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       with mock.patch.object(box, '_GRACE_SECONDS', 0.2):
         session = Deaf(pool)
         began = time.monotonic()
@@ -148,7 +148,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
         async with asyncio.timeout(0.05):
           await asyncio.sleep(60)
 
-    async with sandbox.Pool(1) as pool, pool.session() as session:
+    async with pool_lib.Pool(1) as pool, pool.session() as session:
       episode = await _play(session, policy=Slow())
     self.assertEqual(episode.stop, trace.StopReason.INFRA_ERROR)
 
@@ -180,7 +180,7 @@ class ProgramTest(unittest.IsolatedAsyncioTestCase):
     program = external.SubprocessHarness((sys.executable, '-c', source), 1.0)
     episode = await program.run(_TASK, 'r', _Gateway(), 0)
     self.assertEqual(episode.stop, trace.StopReason.TIMEOUT)
-    async with sandbox.Pool(1) as fresh:
+    async with pool_lib.Pool(1) as fresh:
       reward = await _reward(episode, fresh)
     self.assertEqual((reward.valid, reward.score), (True, 1.0))
 

@@ -9,7 +9,7 @@ from absl.testing import absltest
 
 from composer_jax import config_text
 from composer_jax.fleet import ledger as ledger_lib
-from composer_jax.runs import digest
+from composer_jax.runs import run_digest
 from composer_jax.weights import checkpoint
 from tests import small_config
 from tests import small_run
@@ -20,7 +20,7 @@ _ASYNC = ('rl.max_staleness_versions=2', 'rl.steps=8')
 
 def _digests(workdir, edits):
   cfg = config_text.override(small_config.experiment(), *edits)
-  return dict(digest.of_run(cfg, workdir))
+  return dict(run_digest.of_run(cfg, workdir))
 
 
 class DeterminismTest(absltest.TestCase):

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 from tests import serving_kit as lib
 
-from composer_jax.rollout import web
+from composer_jax.serving import web
 
 _CHAT = '/v1/chat/completions'
 _PLAIN = '/v1/completions'

@@ -10,9 +10,9 @@ import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
-from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import pipeline
+from composer_jax.runs import run_digest
 import jax
 import numpy as np
 from tests import small_config
@@ -70,14 +70,14 @@ class StoredRunTest(parameterized.TestCase):
     for version, want in zip((0, None), kept, strict=True):
       played, episodes = self._episodes(version)
       self.assertEqual(
-          [digest.of_trajectory(t) for t in episodes],
-          [digest.of_trajectory(t) for t in want],
+          [run_digest.of_trajectory(t) for t in episodes],
+          [run_digest.of_trajectory(t) for t in want],
       )
       for t in episodes:
         self.assertEqual(dict(t.weights), {played.step: played.digest})
         self.assertEqual(dict(t.weights), dict(want[0].weights))
     self.assertNotEqual(
-        *([digest.of_trajectory(t) for t in side] for side in kept)
+        *([run_digest.of_trajectory(t) for t in side] for side in kept)
     )
 
   def test_figures_are_those_of_the_run_which_stays_as_it_was(self):

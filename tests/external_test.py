@@ -14,11 +14,11 @@ import urllib.request
 from absl.testing import absltest
 import numpy as np
 
+from composer_jax import task
 from composer_jax import trace
 from composer_jax.agents import external
-from composer_jax.agents import tasks
 
-_TASK = tasks.Task('t', 'Fix it.', {'sol.py': 'x = 1\n', 'a/b.txt': 'é'}, ())
+_TASK = task.Task('t', 'Fix it.', {'sol.py': 'x = 1\n', 'a/b.txt': 'é'}, ())
 _WINDOW = trace.TokenTrace(
     tokens=np.arange(4, dtype=np.int32),
     sampled=np.array([0, 0, 1, 1], np.bool_),

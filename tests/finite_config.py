@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from composer_jax.agents import micro_repair
+from composer_jax.environments import micro_repair
 from tests import small_config
 
 TASKS = 24

@@ -7,23 +7,23 @@ import unittest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from composer_jax.agents import grading
-from composer_jax.agents import micro_repair
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
+from composer_jax import task as task_lib
+from composer_jax.environments import micro_repair
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 from tests import sandbox_attacks
 
 _CASES = tuple(
-    tasks.Case((a, b), a + b)
+    task_lib.Case((a, b), a + b)
     for a, b in ((1, 2), (5, 5), (-1, 4), (17, 25), (-8, -9))
 )
 _VISIBLE = _CASES[:3]
-_TASK = tasks.Task(
+_TASK = task_lib.Task(
     'add',
     'add two numbers',
     {'sol.py': ''},
     _VISIBLE,
-    tasks.Limits(cpu_seconds=0.3, wall_seconds=2.0),
+    task_lib.Limits(cpu_seconds=0.3, wall_seconds=2.0),
     meta={'entry': 'add'},
 )
 _GOOD = 'def add(a, b):\n  return a + b\n'
@@ -98,7 +98,7 @@ def add(a, b):
     ),
     'patch_the_runner': """
 import sys
-m = sys.modules['composer_jax.agents.runner']
+m = sys.modules['composer_jax.sandbox.child']
 m.canonical = lambda value, depth=0: 'True'
 m.json.dumps = m.json.loads = lambda *a: [0, 0]
 def add(a, b): return 0
@@ -144,7 +144,7 @@ def _grade(*sources):
   """Grades each source in the same warm sandbox, one after the other."""
 
   async def main():
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       out = []
       for source in sources:
         async with pool.session() as session:
@@ -185,7 +185,7 @@ class GradingTest(parameterized.TestCase):
 
   def test_files_that_were_added_or_removed_crash_nobody(self):
     async def main():
-      async with sandbox.Pool(1) as pool, pool.session() as session:
+      async with pool_lib.Pool(1) as pool, pool.session() as session:
         more = {'a.py': 'import os', 'sol.py': _GOOD}
         return [
             await grading.grade(session, _TASK, files, _CASES)
@@ -207,10 +207,10 @@ class GradingTest(parameterized.TestCase):
     self.assertEqual(broken.reason, 'SyntaxError')
 
   def test_arguments_are_fresh_for_every_call(self):
-    cases = [tasks.Case(([1],), 1), tasks.Case(([1],), 1)]
+    cases = [task_lib.Case(([1],), 1), task_lib.Case(([1],), 1)]
 
     async def main():
-      async with sandbox.Pool(1) as pool, pool.session() as session:
+      async with pool_lib.Pool(1) as pool, pool.session() as session:
         source = 'def add(x):\n  x.append(0)\n  return len(x) - 1\n'
         return await grading.grade(session, _TASK, {'sol.py': source}, cases)
 
@@ -224,7 +224,7 @@ class GraderTest(unittest.IsolatedAsyncioTestCase):
     drawn = [
         source.task(k, split) for k in range(8) for split in ('eval', 'heldout')
     ]
-    async with sandbox.Pool(2) as pool:
+    async with pool_lib.Pool(2) as pool:
       grader = grading.Grader(source, pool)
       gold = await asyncio.gather(
           *(grader(t, {'f.py': source.solution(t)}) for t in drawn * 3)
@@ -237,7 +237,7 @@ class GraderTest(unittest.IsolatedAsyncioTestCase):
   async def test_infrastructure_failure_is_invalid_and_not_remembered(self):
     source = micro_repair.MicroRepair()
     task = source.task(0, 'eval')
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grader = grading.Grader(source, pool)
       sandbox_attacks.dies_when_used(pool._idle[0])
       broken = await grader(task, task.files)
@@ -252,7 +252,7 @@ class GraderTest(unittest.IsolatedAsyncioTestCase):
   async def test_one_cancelled_rollout_leaves_the_verdict_to_the_others(self):
     source = micro_repair.MicroRepair()
     task = source.task(1, 'eval')
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grader = grading.Grader(source, pool)
       first = asyncio.create_task(grader(task, task.files))
       second = asyncio.create_task(grader(task, task.files))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from composer_jax import trace
-from composer_jax.rollout import graph
+from composer_jax.serving import graph
 
 BLANK = 255
 

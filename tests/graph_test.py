@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 from tests import graph_cases
 
-from composer_jax.rollout import graph
+from composer_jax.serving import graph
 
 _CALLS = st.lists(
     st.tuples(

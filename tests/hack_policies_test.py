@@ -12,21 +12,21 @@ from absl.testing import absltest
 from tests import sampled_policy
 
 from composer_jax import config
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import micro_repair
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.environments import micro_repair
 from composer_jax.learner import advantages
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import length
 from composer_jax.rewards import signals
 from composer_jax.rewards import verify
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool
 
 _CFG = config.HarnessConfig(
     max_turns=3,
@@ -39,7 +39,7 @@ _DONE, _RUN = tools.Done(), tools.Run()
 
 _BAD = 'def add(a, b):\n  return a - b\n'
 _GOOD = 'def add(a, b):\n  return a + b\n'
-_SUITE = tasks.Suite(
+_SUITE = task_lib.Suite(
     files={'test_sol.py': """
 import unittest
 import sol
@@ -66,7 +66,7 @@ class _Repository:
 def _renderer():
   texts = [str(chat_renderer.SCHEMAS), _BAD]
   return chat_renderer.ChatRenderer(
-      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+      template.compact(compact_renderer.train_tokenizer(texts, 400))
   )
 
 
@@ -93,7 +93,7 @@ async def _play(source, task, turns, pools):
 
 def _group(source, task, policies):
   async def main():
-    async with sandbox.Pool(1) as played, sandbox.Pool(1) as graded:
+    async with pool.Pool(1) as played, pool.Pool(1) as graded:
       return {
           name: await _play(source, task, turns, (played, graded))
           for name, turns in policies.items()
@@ -170,12 +170,12 @@ class FunctionTest(absltest.TestCase):
 class RepositoryTest(absltest.TestCase):
 
   def test_no_edit_of_tests_or_their_surroundings_helps(self):
-    task = tasks.Task(
+    task = task_lib.Task(
         'r',
         'Repair add.',
         {'sol.py': _BAD},
         _SUITE,
-        tasks.Limits(2.0, 20.0),
+        task_lib.Limits(2.0, 20.0),
     )
     empty = 'import unittest\nclass AddTest(unittest.TestCase): pass\n'
     poison = (

@@ -11,11 +11,11 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from composer_jax.agents import grading
-from composer_jax.agents import harbor
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
+from composer_jax import task as task_lib
 from composer_jax.agents import tools
+from composer_jax.environments import harbor
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _GOOD = 'def add(a, b):\n  return a + b  # é\n'
 _BAD = _GOOD.replace('+', '-')
@@ -27,7 +27,7 @@ class AddTest(unittest.TestCase):
   def test_b(self): self.assertEqual(sol.add(5, 5), 10)
   def test_zero(self): self.assertEqual(sol.add(5, 0), 5)
 """
-_SUITE = tasks.Suite(
+_SUITE = task_lib.Suite(
     {'test_sol.py': _TEST},
     ('test_sol',),
     ('test_sol.AddTest.test_a', 'test_sol.AddTest.test_b'),
@@ -40,12 +40,12 @@ def _built(number=0, split='train', note=''):
   public = dataclasses.replace(
       _SUITE, fail_to_pass=_SUITE.fail_to_pass[:1], pass_to_pass=()
   )
-  task = tasks.Task(
+  task = task_lib.Task(
       f'set/{split}/{number}',
       'Repair "sol.py".\n\\ → é\n',
       {'sol.py': _BAD, 'data/note.txt': f'{note}{number}\n'},
       public,
-      tasks.Limits(2.0, 10.0),
+      task_lib.Limits(2.0, 10.0),
       meta={'family': 'add', 'split': split, 'quote': '"\\\n'},
   )
   return harbor.Built(task, _SUITE, {'sol.py': _GOOD})
@@ -127,7 +127,7 @@ class HarborTest(parameterized.TestCase):
     self.assertNotEqual([other.task(k, 'train') for k in range(5)], drawn)
 
     async def grade():
-      async with sandbox.Pool(1) as pool:
+      async with pool_lib.Pool(1) as pool:
         grader = grading.Grader(source, pool)
         bad = await grader(drawn[0], drawn[0].files)
         good = await grader(drawn[0], {**drawn[0].files, 'sol.py': _GOOD})

@@ -10,12 +10,12 @@ from tests import sampled_policy
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import micro_repair
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
 from composer_jax.agents import tools
+from composer_jax.chat import compact_renderer
+from composer_jax.environments import micro_repair
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _SOURCE = micro_repair.MicroRepair()
 _TASK = _SOURCE.task(0, 'train')
@@ -27,7 +27,9 @@ _ENDLESS = 'while True: pass'
 @functools.cache
 def _renderer():
   texts = [_SOURCE.task(k, 'warmup').files['f.py'] for k in range(300)]
-  return renderer_lib.CompactRenderer(renderer_lib.train_tokenizer(texts, 512))
+  return compact_renderer.CompactRenderer(
+      compact_renderer.train_tokenizer(texts, 512)
+  )
 
 
 def _turn(*calls):
@@ -36,7 +38,7 @@ def _turn(*calls):
 
 async def _play(*turns, task=_TASK, cfg=_CFG, policy=None, seed=5):
   policy = policy or sampled_policy.ScriptedPolicy(turns)
-  async with sandbox.Pool(1) as pool, pool.session() as session:
+  async with pool_lib.Pool(1) as pool, pool.session() as session:
     return await harness.run(
         task, session, policy, _renderer(), cfg=cfg, seed=seed
     )
@@ -51,7 +53,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     turn = _turn(right, tools.Done())
     episode = await _play(turn)
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
     self.assertTrue(all(grade.passed))
     (window,) = episode.segments
@@ -113,7 +115,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(window.sampled.sum(), 3 * len(broken))
     self.assertIn('turn has no end', _renderer().text(window.tokens.tolist()))
     self.assertEqual(episode.submission, _TASK.files)  # graded like any other
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
     self.assertTrue(grade.valid)
     self.assertFalse(all(grade.passed))
@@ -138,7 +140,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
     said = _renderer().text(episode.segments[0].tokens.tolist())
     self.assertIn('not timeout<|act|>', said)
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
     self.assertEqual((grade.valid, grade.failure), (True, 'timeout'))
     self.assertFalse(any(grade.passed))
@@ -151,7 +153,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     turn = _turn(tools.Edit(1, head, bomb), tools.Run())
     episode = await _play(turn, _turn(tools.Done()), cfg=cfg)
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
     self.assertTrue(grade.valid)
     self.assertFalse(any(grade.passed))
@@ -199,7 +201,7 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     self.assertIsNone(episode.submission)
     self.assertIn('gone', episode.meta['failure'])
     policy = sampled_policy.ScriptedPolicy([_turn(tools.Run())])
-    async with sandbox.Pool(1) as pool, pool.session() as session:
+    async with pool_lib.Pool(1) as pool, pool.session() as session:
       await session.exec('true')
       session._box._process.kill()
       session._box._process.wait()

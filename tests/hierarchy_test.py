@@ -10,20 +10,20 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import length
 from composer_jax.rewards import signals
 from composer_jax.rewards import verify
+from composer_jax.sandbox import grading
 
 _ANY = st.floats(allow_nan=False, allow_infinity=False)
 _RANKS = st.lists(
     st.builds(verify.RewardResult, score=_ANY, valid=st.just(True)), max_size=4
 )
-_TASK = tasks.Task('t', 'x', {'f.py': 'def f(x):\n  return x\n'}, ())
+_TASK = task_lib.Task('t', 'x', {'f.py': 'def f(x):\n  return x\n'}, ())
 
 
 def _verdict(passed, fraction=0.0, weight=0.0):

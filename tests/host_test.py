@@ -1,106 +1,117 @@
-"""Rewards of real rollouts on a host: a judge ranks, and its outage is no zero."""
+"""A host around a store that says what it holds."""
 
 import asyncio
-import collections
 import dataclasses
 import pathlib
-import tempfile
+import socket
 import time
 
 from absl.testing import absltest
+from absl.testing import parameterized
+import httpx
 import jax
-from tests import fresh
-from tests import judge_server
-from tests import sampled_policy
-from tests import small_config
+from tests import served_store
+from tests import serving_kit as lib
 
-from composer_jax import trace
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import tools
-from composer_jax.rewards import judge as judge_lib
-from composer_jax.rewards import verify
-from composer_jax.runs import host as host_lib
-from composer_jax.runs import offline
-from composer_jax.weights import publish
-
-_RUBRIC = pathlib.Path(__file__).parents[1] / 'experiments/rubrics/repair.yaml'
+from composer_jax import rope
+from composer_jax.runs import stored_model
+from composer_jax.serving import gateway
+from composer_jax.serving import host as host_lib
+from composer_jax.serving import server
+from composer_jax.weights import store as store_lib
 
 
-class _Policy(sampled_policy.ScriptedPolicy):
-  digests = collections.defaultdict(str)
+class StoredModelTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.create_tempdir().full_path)
+    self.store = served_store.Store(self.folder)
+
+  def test_it_comes_back_and_is_written_once(self):
+    found = stored_model.read(self.store.url)
+    self.assertEqual(found, self.store.model)
+    messages = lib.ask()['messages']
+    self.assertNotEmpty(found.chat_format().prompt(messages))
+    path = self.folder / 'weights' / stored_model.MODEL
+    before = path.stat()
+    stored_model.write(self.store.url, self.store.model)
+    self.assertEqual(path.stat().st_mtime_ns, before.st_mtime_ns)
+    wider = dataclasses.replace(lib.EXPERIMENT.model, layers=3)
+    other = dataclasses.replace(self.store.model, model=wider)
+    with self.assertRaisesRegex(ValueError, 'another model'):
+      stored_model.write(self.store.url, other)
+    self.assertEqual(stored_model.read(self.store.url), self.store.model)
+
+  @parameterized.parameters(rope.Yarn(4.0, 64), rope.Llama3(8.0, 64, 1.0, 4.0))
+  def test_positions_come_back(self, scaling):
+    model = dataclasses.replace(lib.EXPERIMENT.model, rope_scaling=scaling)
+    stored = dataclasses.replace(self.store.model, model=model)
+    url = f'file://{self.folder}/other/'
+    stored_model.write(url, stored)
+    self.assertEqual(stored_model.read(url), stored)
+
+  def test_what_is_missing_or_damaged_is_named(self):
+    weights = self.folder / 'weights'
+    tokenizer = weights / stored_model.TOKENIZER
+    tokenizer.write_text(tokenizer.read_text() + ' ')
+    with self.assertRaisesRegex(ValueError, 'tokenizer.json: does not match'):
+      stored_model.read(self.store.url)
+    (weights / stored_model.MODEL).unlink()
+    with self.assertRaisesRegex(ValueError, 'model.json: missing.*one step'):
+      stored_model.read(self.store.url)
 
 
-class JudgedTest(absltest.TestCase):
+class HostTest(absltest.TestCase):
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.server = cls.enterClassContext(judge_server.JudgeServer())
-    cls.cfg = small_config.experiment()
-    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.store = f'file://{folder}/'
-    texts = [cls.cfg.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
-    tokenizer = renderer_lib.train_tokenizer(texts, 512)
-    cls.renderer = renderer_lib.CompactRenderer(tokenizer)
-    params = fresh.params(cls.cfg.model)
-    publisher = publish.Publisher(cls.store, cls.cfg.weights, 'test')
-    publisher.publish(0, offline.published_arrays(params))
-    task = cls.cfg.tasks.task(0, 'train')
-    right = next(
-        edit
-        for edit in cls.cfg.tasks.legal_edits(task)
-        if cls.cfg.tasks._repairs(task, edit)
+  def test_serves_and_follows(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    store = served_store.Store(folder)
+    asked = host_lib.Settings(
+        store.url,
+        folder / 'calls',
+        time.time,
+        port=0,
+        slots=lib.ROLLOUT.slots,
+        drain_seconds=0.2,
     )
-    encode = cls.renderer.encode_turn
-    cls.task, cls.gold = task, encode([right, tools.Done()])
-    cls.nothing = encode([tools.Done()])
+    with host_lib.Host(asked, devices=jax.devices()[:1]) as host:
+      self.assertIn('weights version 0', host.describe())
+      gate = gateway.EndpointGateway(host.service, host.server)
+      access = asyncio.run(gate.open('r', 3))
+      header = lib.bearer(access.api_key)
+      with httpx.Client(base_url=access.base_url, timeout=60) as http:
+        body = {**lib.ask(), 'model': access.model}
 
-  def _play(self, model, *turns, deadline=5.0):
-    judge = judge_lib.Judge(
-        str(_RUBRIC), self.server.url, model, deadline_seconds=deadline
-    )
-    cfg = dataclasses.replace(self.cfg, rewards=(verify.Verify(), judge))
-    began = time.monotonic()
-    with host_lib.RolloutHost(
-        cfg, self.store, self.renderer, device=jax.devices()[3]
-    ) as host:
+        def call():
+          reply = http.post('/chat/completions', json=body, headers=header)
+          return reply.json()['choices'][0]['weights_version']
 
-      async def group():
-        return await asyncio.gather(
-            *(
-                host.rollout(
-                    self.task, f'r/0/{i}', seed=i, policy=_Policy([turn])
-                )
-                for i, turn in enumerate(turns)
-            )
-        )
+        self.assertEqual(call(), 0)
+        store.publisher.publish(1, served_store.named(1))
+        lib.wait(lambda: call() == 1)
+        self.assertEqual(call(), 1)
+        (line,) = host.news()
+        self.assertRegex(line, r'weights version 1 \(\w{12}\) in use')
+        self.assertEmpty([*host.news()])
+        digests = host.engine.digests
+      segments = asyncio.run(gate.close('r'))
+      for step in (0, 1):  # some call may have seen both
+        own = [s for s in segments if set(s.versions) == {step}]
+        lib.check_rescored(self, own)
+      newest, _ = store_lib.Store(store.url).latest()
+      self.assertEqual(digests[1], newest.root)
+      with self.assertRaisesRegex(ValueError, 'capture=.*locked'):
+        host_lib.Host(asked, devices=jax.devices()[:1]).__enter__()
 
-      out = host.call(group())
-    self.seconds = time.monotonic() - began
-    return out
 
-  def test_a_judge_ranks_successes_below_the_best_and_above_failures(self):
-    best, failed = self._play('correct', self.gold, self.nothing)
-    self.assertEqual((best.reward, failed.reward), (1.0, 0.0))
-    self.assertEqual(best.reward_parts['judge'], 1.0)
-    self.assertEqual(best.reward_parts['behavior/edits'], 1.0)
-    self.assertNotIn('judge', failed.reward_parts)
-    worst, failed = self._play('obeys', self.gold, self.nothing)
-    self.assertAlmostEqual(worst.reward, 0.7)
-    self.assertEqual(worst.reward_parts['passed'], 1.0)
-    self.assertEqual(failed.reward, 0.0)
+class BindTest(absltest.TestCase):
 
-  def test_an_outage_takes_successes_out_of_the_group_by_its_deadline(self):
-    rollouts = self._play('hangs', *[self.gold, self.nothing] * 8, deadline=0.5)
-    self.assertLess(self.seconds, 20.0)
-    for lost, failed in zip(rollouts[::2], rollouts[1::2], strict=True):
-      self.assertIsNone(lost.reward)
-      self.assertFalse(lost.valid)
-      # Not played again: the judge has had its tries.
-      self.assertEqual(lost.stop, trace.StopReason.FINISHED)
-      self.assertIn('judge_failed', lost.meta['flags'])
-      self.assertTrue(failed.valid)
-      self.assertEqual(failed.reward, 0.0)
+  def test_a_taken_port_is_one_line(self):
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+      port = taken.getsockname()[1]
+      with self.assertRaisesRegex(ValueError, f'port {port}: another.*--port'):
+        server.bind('127.0.0.1', port)
 
 
 if __name__ == '__main__':

@@ -6,9 +6,9 @@ import unittest
 
 from absl.testing import absltest
 
-from composer_jax.agents import grading
-from composer_jax.agents import human_eval
-from composer_jax.agents import sandbox
+from composer_jax.environments import human_eval
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _SOURCE = human_eval.HumanEval()
 
@@ -33,7 +33,7 @@ class HumanEvalTest(absltest.TestCase):
     drawn = [_SOURCE.task(k, 'eval') for k in some]
 
     async def main():
-      async with sandbox.Pool(2) as pool:
+      async with pool_lib.Pool(2) as pool:
         grader = grading.Grader(_SOURCE, pool)
         gold = [grader(t, {'solution.py': _SOURCE.solution(t)}) for t in drawn]
         empty = [grader(t, t.files) for t in drawn]

@@ -8,10 +8,10 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 from composer_jax import config
-from composer_jax.agents import box
 from composer_jax.dashboard import plots
-from composer_jax.runs import inspection
-from composer_jax.runs import stored_weights
+from composer_jax.inspect import stored_weights
+from composer_jax.inspect import tables
+from composer_jax.sandbox import box
 from composer_jax.weights import publish
 from composer_jax.weights import records
 import ml_dtypes
@@ -77,7 +77,7 @@ class InspectTest(parameterized.TestCase):
         '"digest_mismatches": 0', '"digest_mismatches": 2'
     )
     path.write_text(text)
-    text = _show(*inspection.run(self.folder))
+    text = _show(*tables.run(self.folder))
     self.assertRegex(text, r'Digest mismatches +2 +FAILED')
 
   def test_weights_lists_what_was_published(self):
@@ -144,20 +144,20 @@ class InspectTest(parameterized.TestCase):
     plot = self.folder / 'curves.png'
     out = _inspect('curves', names, f'--plot={plot}')
     self.assertEqual(out.returncode, 0, out.stderr)
-    ((_, y),) = inspection.arms(runs, 'eval/pass1_sampled')['other']
+    ((_, y),) = tables.arms(runs, 'eval/pass1_sampled')['other']
     first, last = (rf'0\.{1000 * v:03.0f}' for v in (y[0], y[-1]))
     self.assertNotEqual(first, last)
     both = rf'base +2 +{first} {first} +{last} {last} +{first} +{last}'
     self.assertRegex(out.stdout, both)
     self.assertRegex(out.stdout, rf'other +1 +{first} +{last} +{first}')
     self.assertEqual(plot.read_bytes()[:4], b'\x89PNG')
-    arms = inspection.arms(runs, 'reward/mean')
+    arms = tables.arms(runs, 'reward/mean')
     words = plots_text.of(
         lambda path: plots.curves(path, 'title', ('x', 'y'), arms)
     )
     self.assertLessEqual({'title', 'x', 'y', 'base, 2 runs', 'other'}, words)
     with self.assertRaisesRegex(ValueError, 'near it: reward/mean'):
-      inspection.arms(runs, 'reward/men')
+      tables.arms(runs, 'reward/men')
 
   def test_trajectory_by_task(self):
     sample_run.write(self.folder, steps=1)
@@ -174,8 +174,8 @@ class InspectTest(parameterized.TestCase):
 
   def test_trajectory_tokens_show_experts_and_blanks(self):
     sample_run.write(self.folder, steps=1)
-    path = inspection.find(self.folder, 'r0/7/0')
-    text = _show(*inspection.trajectory(path, tokens=True))
+    path = tables.find(self.folder, 'r0/7/0')
+    text = _show(*tables.trajectory(path, tokens=True))
     first = sample_run.trajectory(0).segments[0].routing.experts[0].tolist()
     row = ' | '.join(f'{a} {b}' for a, b in first)
     self.assertRegex(text, rf' 0 +\S+ +3 +{row.replace("|", ".")}')
@@ -184,12 +184,12 @@ class InspectTest(parameterized.TestCase):
   def test_list_and_unknown_task(self):
     sample_run.write(self.folder, steps=1)
     (self.folder / 'trajectories' / 'junk').write_text('not a trajectory')
-    found = inspection.stored(self.folder)
+    found = tables.stored(self.folder)
     self.assertEqual(sorted(found), ['r0/7/0', 'r0/7/1', 'r0/7/2'])
-    text = _show(inspection.trajectories(found.values(), most=2))
+    text = _show(tables.trajectories(found.values(), most=2))
     self.assertIn('3 trajectories, 2 shown', text)
     with self.assertRaisesRegex(ValueError, 'near it: r0/7/'):
-      inspection.find(self.folder, 'r0/7/9')
+      tables.find(self.folder, 'r0/7/9')
 
   def test_sandbox_names_the_level_and_the_reason(self):
     out = _inspect('sandbox')

@@ -12,19 +12,19 @@ from absl.testing import parameterized
 from tests import judge_server
 
 from composer_jax import config_text
+from composer_jax import task
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import judge as judge_lib
 from composer_jax.rewards import rubric as rubric_lib
 from composer_jax.rewards import verify
+from composer_jax.sandbox import grading
 from experiments.configs import tiny
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _RUBRIC = str(_ROOT / 'experiments' / 'rubrics' / 'repair.yaml')
-_TASK = tasks.Task('t', 'Repair f.', {'f.py': 'def f(x): return 0\n'}, ())
+_TASK = task.Task('t', 'Repair f.', {'f.py': 'def f(x): return 0\n'}, ())
 _SOLVED = harness.Episode(
     (),
     trace.StopReason.FINISHED,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.weights import steps
+from composer_jax.weights import ulp_steps
 from kernels_triton import attention
 from kernels_triton import contract
 from kernels_triton import delta
@@ -282,7 +282,7 @@ class DeltaTest(parameterized.TestCase):
   @parameterized.parameters((1, 1), (delta.TILE, 9), (2 * delta.TILE + 5, 3000))
   def test_steps_are_those_of_the_weight_store(self, n, changed):
     old, new = delta_cases.words(n, changed)
-    want = steps.between(old, new)
+    want = ulp_steps.between(old, new)
     old, new = jnp.asarray(old), jnp.asarray(new)
     counts = delta.count(old, new)
     self.assertEqual(int(counts.sum()), want.where.size)

@@ -18,6 +18,7 @@ _HOST = 'numpy'
 _JAX = 'jax numpy optax flax'
 LAYERS: dict[str, tuple[str, str, str]] = {
     'trace': ('composer_jax/trace.py', '', _HOST),
+    'task': ('composer_jax/task.py', '', ''),
     'rope': ('composer_jax/rope.py', '', ''),
     'phases': ('composer_jax/phases.py', '', ''),
     'config': ('composer_jax/config.py', 'phases rope', ''),
@@ -35,58 +36,81 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'learner': (
         'composer_jax/learner/*.py',
-        'config model trace typing',
-        f'{_JAX} jaxtyping tokenizers',
+        'config model trace',
+        _JAX,
     ),
     'rollout': (
         'composer_jax/rollout/*.py',
         'config kernels_triton model trace typing',
-        f'{_JAX} jaxtyping prometheus_client starlette uvicorn',
+        'jax jaxtyping numpy',
     ),
     'weights': (
         'composer_jax/weights/*.py',
         'config trace',
         'ml_dtypes numba numpy orbax tensorstore xxhash zstandard',
     ),
+    'sandbox': ('composer_jax/sandbox/*.py', 'task', ''),
     'agents': (
         'composer_jax/agents/*.py',
-        'config trace',
-        f'{_HOST} jinja2 tokenizers websockets',
+        'config sandbox task trace',
+        f'{_HOST} websockets',
+    ),
+    'chat': (
+        'composer_jax/chat/*.py',
+        'agents task',
+        'jinja2 tokenizers',
+    ),
+    'environments': (
+        'composer_jax/environments/*.py',
+        'agents sandbox task',
+        '',
     ),
     'rewards': (
         'composer_jax/rewards/*.py',
-        'agents config trace',
+        'agents task trace',
         f'{_HOST} httpx yaml',
     ),
     'fleet': ('composer_jax/fleet/*.py', 'config trace', _HOST),
-    'dashboard': (
-        'composer_jax/dashboard/*.py',
-        'config trace',
-        f'{_HOST} jinja2 matplotlib',
+    'dashboard': ('composer_jax/dashboard/*.py', '', 'jinja2 matplotlib'),
+    'data': (
+        'composer_jax/data/*.py',
+        'chat config kernels_triton learner task trace',
+        f'{_HOST} pyarrow tokenizers',
     ),
     'runs': (
         'composer_jax/runs/*.py',
-        'agents config config_text dashboard fleet kernels_triton learner model'
-        ' rewards rollout rope trace typing weights',
-        f'{_JAX} ml_dtypes orbax pyarrow rich tensorboardX tensorstore'
-        ' tokenizers',
+        'agents chat config config_text dashboard data environments fleet'
+        ' kernels_triton learner model rewards rollout rope sandbox task trace'
+        ' weights',
+        'jax numpy optax rich tensorboardX tokenizers',
+    ),
+    'serving': (
+        'composer_jax/serving/*.py',
+        'agents chat config rollout runs trace',
+        'jax numpy prometheus_client starlette uvicorn',
+    ),
+    'inspect': (
+        'composer_jax/inspect/*.py',
+        'chat config dashboard kernels_triton learner model runs trace weights',
+        'jax ml_dtypes numpy rich tokenizers',
     ),
     'configs': (
         'experiments/configs/*.py',
-        'agents config fleet learner model rewards rope',
+        'config environments learner rewards rope',
         '',
     ),
     'bench_suites': (
         'experiments/bench_suites/*.py',
-        'agents config dashboard kernels_triton learner model rollout trace'
-        ' weights',
+        'config dashboard kernels_triton learner model rollout sandbox serving'
+        ' trace weights',
         'jax ml_dtypes numpy orbax torch transformers zstandard',
     ),
     'experiments': (
         'experiments/*.py',
-        'agents bench_suites config config_text configs dashboard fleet'
-        ' kernels_triton learner model rewards rollout runs trace weights',
-        'absl jax numpy rich tokenizers',
+        'bench_suites config config_text configs dashboard data environments'
+        ' fleet inspect kernels_triton learner model rewards rollout runs'
+        ' sandbox serving weights',
+        'absl jax rich',
     ),
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 from composer_jax import config
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
-from composer_jax.runs import offline
+from composer_jax.runs import rl
 from composer_jax.weights import checkpoint
 from tests import fresh
 from tests import mesh_cases
@@ -99,7 +99,7 @@ class StoredTest(parameterized.TestCase):
 
   def test_published_arrays_are_whole(self):
     one, four = (
-        offline.published_arrays(
+        rl.published_arrays(
             step.restart(
                 fresh.params(mesh_cases.CFG),
                 mesh_cases.optimizer_of('adamw'),

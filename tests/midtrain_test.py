@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import config
-from composer_jax.learner import mixture
+from composer_jax.data import mixture
+from composer_jax.data import stream
 from composer_jax.learner import optimizer
 from composer_jax.learner import step
-from composer_jax.learner import stream
 from composer_jax.model import params as params_lib
 from composer_jax.runs import midtrain
 from composer_jax.runs import writer as writer_lib

@@ -11,8 +11,8 @@ from rich import console
 from tests import published
 
 from composer_jax import config
+from composer_jax.inspect import model_facts
 from composer_jax.model import params
-from composer_jax.runs import model_facts
 
 
 def _inspect(folder, *arguments):

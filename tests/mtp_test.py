@@ -11,14 +11,14 @@ import numpy as np
 from composer_jax import config
 from composer_jax.learner import items
 from composer_jax.learner import losses
-from composer_jax.learner import mtp as mtp_lib
+from composer_jax.learner import mtp_loss
 from composer_jax.learner import optimizer
 from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import mtp
 from composer_jax.model import params as params_lib
 from composer_jax.model import transformer
-from composer_jax.runs import offline
+from composer_jax.runs import rl
 from kernels_triton import contract
 from tests import fresh
 
@@ -65,7 +65,7 @@ def _run(params, batch):
   out = transformer.forward(params, *packed, cfg=_CFG)
   found = tuple(mtp.states(params, out.hidden, *packed, cfg=_CFG))
   tokens, whole = (
-      mtp_lib.loss(params, out.hidden, batch, config.Mtp(1.0, distill), _CFG)
+      mtp_loss.loss(params, out.hidden, batch, config.Mtp(1.0, distill), _CFG)
       for distill in (False, True)
   )
   return found, tokens, whole
@@ -185,7 +185,7 @@ class MtpTest(absltest.TestCase):
     self.assertLess(seen[-1], 1.5)
 
   def test_a_policy_is_published_without_it(self):
-    named = offline.published_arrays(_params())
+    named = rl.published_arrays(_params())
     self.assertEqual(
         set(named), set(params_lib.names(params_lib.abstract(_PLAIN)))
     )

@@ -9,7 +9,7 @@ import textwrap
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from composer_jax.agents import mutation
+from composer_jax.environments import mutation
 
 _LIBRARY = pathlib.Path(sysconfig.get_path('stdlib'))
 

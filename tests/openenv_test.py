@@ -16,15 +16,15 @@ from websockets.asyncio import server as ws_server
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import grading
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import micro_repair
 from composer_jax.agents import openenv
 from composer_jax.agents import openenv_server
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
 from composer_jax.agents import tools
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.environments import micro_repair
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _SOURCE = micro_repair.MicroRepair()
 _TASK = _SOURCE.task(3, 'eval')
@@ -39,13 +39,13 @@ _REPAIR = tools.Replace('f.py', _OLD, _NEW)
 def _renderer():
   texts = [str(chat_renderer.SCHEMAS), _OLD]
   return chat_renderer.ChatRenderer(
-      chat.compact(renderer_lib.train_tokenizer(texts, 400))
+      template.compact(compact_renderer.train_tokenizer(texts, 400))
   )
 
 
 @contextlib.asynccontextmanager
 async def _server(cfg=_CFG, **kwargs):
-  async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+  async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
     grader = grading.Grader(_SOURCE, fresh)
     server = openenv_server.Server(_SOURCE, 'eval', pool, grader, cfg, **kwargs)
     async with server.listen() as url:
@@ -111,7 +111,7 @@ class TogetherTest(unittest.IsolatedAsyncioTestCase):
 class NoVerdictTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_a_grader_that_dies_gives_no_reward(self):
-    async with sandbox.Pool(1) as pool, sandbox.Pool(1) as fresh:
+    async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
       sandbox_attacks.dies_when_used(fresh._idle[0])
       grader = grading.Grader(_SOURCE, fresh)
       server = openenv_server.Server(_SOURCE, 'eval', pool, grader, _CFG)

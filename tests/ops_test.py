@@ -14,15 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from composer_jax import config
+from composer_jax.inspect import divergence
+from composer_jax.inspect import named_values
+from composer_jax.inspect import ops
 from composer_jax.learner import items
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer
 from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
-from composer_jax.runs import divergence
-from composer_jax.runs import named
-from composer_jax.runs import ops
 from kernels_triton import contract
 from tests import fresh
 
@@ -79,7 +79,7 @@ class NamedTest(absltest.TestCase):
       return inner(inner(x)), sums
 
     x, w = jnp.arange(3.0), jnp.array([2.0, 3.0])
-    got, found = named.capture(f)(x, w)
+    got, found = named_values.capture(f)(x, w)
     self.assertEqual(_bytes(got), _bytes(f(x, w)))
     self.assertEqual(list(found), ['product', 'more'])
     np.testing.assert_array_equal(found['product'], [[0, 2, 4], [0, 6, 12]])
@@ -91,7 +91,7 @@ class NamedTest(absltest.TestCase):
       return lax.while_loop(lambda x: x < 9, body, x)
 
     with self.assertRaisesRegex(ValueError, "twice.*inside 'while'"):
-      named.capture(f)(1.0)
+      named_values.capture(f)(1.0)
 
 
 class OpsTest(parameterized.TestCase):

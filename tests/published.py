@@ -7,7 +7,7 @@ from tests import chat_test
 from tests import fresh
 
 from composer_jax import config
-from composer_jax.agents import chat_files
+from composer_jax.chat import hub_files
 from composer_jax.model import hf
 from composer_jax.model import params as params_lib
 
@@ -30,7 +30,7 @@ def write(folder: pathlib.Path, cfg: config.ModelConfig = MODEL) -> None:
   """Makes the folder of a Qwen3-MoE, whose seed no experiment has."""
   params = params_lib.publish_dtype(fresh.params(cfg, 7))
   named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
-  files = chat_files.write(
+  files = hub_files.write(
       chat_test.tokenizer().to_str(), chat_test.QWEN, ['<|im_end|>'], {}
   )
   hf.save(folder, cfg, named, files, CONTEXT_TOKENS)

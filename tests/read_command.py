@@ -12,7 +12,7 @@ import shlex
 import sys
 
 from absl import flags as absl_flags
-from composer_jax.runs import base
+from composer_jax.runs import base_model
 from composer_jax.runs import plan
 from experiments import flags
 
@@ -23,7 +23,7 @@ def _parse(main):
   rest = absl_flags.FLAGS(sys.argv)[1:]
   if rest:
     raise ValueError(f'{rest}: not a flag')
-  base.adopt = lambda cfg: cfg  # a folder that another command makes
+  base_model.adopt = lambda cfg: cfg  # a folder that another command makes
   if 'config' in absl_flags.FLAGS:
     print(plan.text(flags.experiment()))
 

@@ -7,7 +7,7 @@ from absl.testing import absltest
 from tests import sample_weights
 
 from composer_jax import config
-from composer_jax.runs import stored_weights
+from composer_jax.inspect import stored_weights
 from composer_jax.weights import follow
 from composer_jax.weights import publish
 from composer_jax.weights import retain

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 
-from composer_jax.agents import box
-from composer_jax.agents import sandbox
+from composer_jax.sandbox import box
+from composer_jax.sandbox import pool as pool_lib
 
 # Each prints SAFE, or what it achieved. {pid}: a process of the host.
 # {port}: a listening port. {file}: a readable file of the host.
@@ -248,7 +248,7 @@ async def _residue(pool, bare):
 async def play(name):
   """Runs them all at a level; attack -> (what happened, what should)."""
   out = {}
-  async with sandbox.Pool(1, level=box.Level(name, 'forced')) as pool:
+  async with pool_lib.Pool(1, level=box.Level(name, 'forced')) as pool:
     async with pool.session() as session:
       async for attack, got, want in _programs(session):
         out[attack] = got, want

@@ -10,7 +10,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import renderer as renderer_lib
+from composer_jax.chat import compact_renderer
 from composer_jax.fleet import admission
 from composer_jax.fleet import ingest
 from composer_jax.learner import advantages
@@ -20,9 +20,9 @@ from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from composer_jax.runs import audit
 from composer_jax.runs import feed
-from composer_jax.runs import host as host_lib
-from composer_jax.runs import offline
+from composer_jax.runs import player
 from composer_jax.runs import replay
+from composer_jax.runs import rl
 from composer_jax.weights import publish
 from kernels_triton import contract
 from tests import fresh
@@ -38,7 +38,9 @@ _CFG = dataclasses.replace(
 
 def _renderer():
   texts = [_CFG.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
-  return renderer_lib.CompactRenderer(renderer_lib.train_tokenizer(texts, 384))
+  return compact_renderer.CompactRenderer(
+      compact_renderer.train_tokenizer(texts, 384)
+  )
 
 
 class EngineTest(absltest.TestCase):
@@ -49,9 +51,9 @@ class EngineTest(absltest.TestCase):
     self.url = f'file://{self.workdir}/weights/'
     self.params = fresh.params(_CFG.model)
     publisher = publish.Publisher(self.url, _CFG.weights, 'test')
-    arrays = offline.published_arrays(self.params)
+    arrays = rl.published_arrays(self.params)
     self.version = publisher.publish(0, arrays).version
-    host = host_lib.RolloutHost(
+    host = player.RolloutHost(
         _CFG,
         self.url,
         _renderer(),

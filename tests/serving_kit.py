@@ -15,17 +15,17 @@ from tests import small_config
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import chat
-from composer_jax.agents import renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
-from composer_jax.rollout import capture as capture_lib
-from composer_jax.rollout import endpoint
 from composer_jax.rollout import engine as engine_lib
-from composer_jax.rollout import server as server_lib
-from composer_jax.rollout import service as service_lib
 from composer_jax.runs import evaluate
-from composer_jax.runs import gateway
+from composer_jax.serving import capture as capture_lib
+from composer_jax.serving import endpoint
+from composer_jax.serving import gateway
+from composer_jax.serving import server as server_lib
+from composer_jax.serving import service as service_lib
 
 MODEL = 'tiny'
 ADMIN = 'admin-secret'
@@ -44,7 +44,7 @@ EXPERIMENT = dataclasses.replace(
 @functools.cache
 def tokenizer():
   words = 'def add(a, b):\n  return a + b\n # tools: run edit naïve ☃\n'
-  return renderer.train_tokenizer([words * 20], EXPERIMENT.model.vocab)
+  return compact_renderer.train_tokenizer([words * 20], EXPERIMENT.model.vocab)
 
 
 @functools.cache
@@ -92,7 +92,7 @@ class Kit:
     self.capture = capture_lib.Capture(pathlib.Path(folder))
     self.server = server_lib.Server(server_lib.bind('127.0.0.1', 0))
     self.url = self.server.url
-    self.chat = chat_format or chat.compact(tokenizer())
+    self.chat = chat_format or template.compact(tokenizer())
     self._max_calls = max_calls
     self._limit = sizes.get('context_tokens', ROLLOUT.context_tokens)
     self._names = 0

@@ -10,8 +10,8 @@ import numpy as np
 from tests import small_run
 
 from composer_jax.learner import step as step_lib
-from composer_jax.runs import digest
 from composer_jax.runs import pipeline
+from composer_jax.runs import run_digest
 
 EDITS = (
     'mesh.data=2',
@@ -112,7 +112,9 @@ def one_process(workdir, cfg):
 
 def assert_close(state, workdir, cfg):
   """Compares parameters with those of a finished warm-up."""
-  got = digest.restored(cfg, workdir, 'warmup', step_lib.make_mesh(cfg.mesh))
+  got = run_digest.restored(
+      cfg, workdir, 'warmup', step_lib.make_mesh(cfg.mesh)
+  )
   jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
       jax.device_get(state.params),

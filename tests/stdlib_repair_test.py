@@ -14,10 +14,10 @@ import unittest
 
 from absl.testing import absltest
 
-from composer_jax.agents import grading
-from composer_jax.agents import harbor
-from composer_jax.agents import sandbox
-from composer_jax.agents import stdlib_repair
+from composer_jax.environments import harbor
+from composer_jax.environments import stdlib_repair
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _LIBRARY = pathlib.Path(sysconfig.get_path('stdlib'))
@@ -37,7 +37,7 @@ class StdlibRepairTest(absltest.TestCase):
   def test_a_fault_and_a_removal_become_fair_tasks(self):
 
     async def main():
-      async with sandbox.Pool(1) as pool:
+      async with pool_lib.Pool(1) as pool:
         module = await stdlib_repair.load(pool, _LIBRARY, 'colorsys')
         faults = stdlib_repair.faults(module, 0)
         removal = next(f for f in faults if f.kind == 'removal')

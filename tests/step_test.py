@@ -13,10 +13,10 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
+from composer_jax.learner import loss_inputs
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer
 from composer_jax.learner import packing
-from composer_jax.learner import stats
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from kernels_triton import contract
@@ -211,9 +211,9 @@ class ReferenceTest(absltest.TestCase):
     self.assertGreater(np.abs(other.embedding - plain.embedding).max(), 0)
 
   def test_loss_that_needs_a_reference_says_so(self):
-    self.assertTrue(stats.needs_reference(losses.Composer2(kl=0.1)))
-    self.assertFalse(stats.needs_reference(losses.DppoTv()))
-    stats.check_loss(losses.Composer2(kl=0.1))
+    self.assertTrue(loss_inputs.needs_reference(losses.Composer2(kl=0.1)))
+    self.assertFalse(loss_inputs.needs_reference(losses.DppoTv()))
+    loss_inputs.check_loss(losses.Composer2(kl=0.1))
 
 
 class ReplayTest(parameterized.TestCase):

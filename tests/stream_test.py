@@ -10,10 +10,10 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 
+from composer_jax.data import mixture
+from composer_jax.data import stream
 from composer_jax.learner import items
-from composer_jax.learner import mixture
 from composer_jax.learner import packing
-from composer_jax.learner import stream
 
 _START = 0
 _lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -8,15 +8,15 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from composer_jax import config
-from composer_jax.agents import grading
-from composer_jax.agents import hacks
+from composer_jax import task as task_lib
 from composer_jax.agents import tool_loop
-from composer_jax.agents import sandbox
-from composer_jax.agents import suite as suite_lib
-from composer_jax.agents import suspicion
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
-from composer_jax.agents import validation
+from composer_jax.environments import hacks
+from composer_jax.environments import validation
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
+from composer_jax.sandbox import suite as suite_lib
+from composer_jax.sandbox import suspicion
 
 _GOOD = 'def add(a, b):\n  return a + b\n\n\ndef name():\n  return "sol"\n'
 _BAD = _GOOD.replace('+', '-')
@@ -39,21 +39,21 @@ class NameTest(unittest.TestCase):
   @unittest.skip('never')
   def test_skipped(self): pass
 """
-_SUITE = tasks.Suite(
+_SUITE = task_lib.Suite(
     {'test_sol.py': _TEST},
     ('test_sol',),
     tuple(f'test_sol.AddTest.test_{x}' for x in 'abc'),
     ('test_sol.NameTest.test_name',),
 )
-_TASK = tasks.Task(
+_TASK = task_lib.Task(
     'sol',
     'Repair sol.py.',
     _FILES,
     _SUITE,
-    tasks.Limits(cpu_seconds=5.0, wall_seconds=60.0),
+    task_lib.Limits(cpu_seconds=5.0, wall_seconds=60.0),
 )
 _HURRIED = dataclasses.replace(
-    _TASK, limits=tasks.Limits(cpu_seconds=1.0, wall_seconds=3.0)
+    _TASK, limits=task_lib.Limits(cpu_seconds=1.0, wall_seconds=3.0)
 )
 
 # Aimed at this grader, by somebody who has read it. Each replaces sol.py.
@@ -238,7 +238,7 @@ _RESIDUAL = {
 
 
 async def _play(verdict, submissions):
-  async with sandbox.Pool(2) as pool:
+  async with pool_lib.Pool(2) as pool:
 
     async def one(files):
       async with pool.session() as session:
@@ -278,7 +278,7 @@ class SuiteTest(parameterized.TestCase):
     files = {'sol.py': _GOOD, 'a/b.txt': 'edited'}
 
     async def main():
-      async with sandbox.Pool(1) as pool, pool.session() as session:
+      async with pool_lib.Pool(1) as pool, pool.session() as session:
         return await suite_lib.grade(session, _TASK, files, suite)
 
     self.assertEqual(asyncio.run(main())[0], (True,) * 3)
@@ -329,7 +329,7 @@ class ValidationTest(parameterized.TestCase):
     suite = dataclasses.replace(_SUITE, **changes)
 
     async def main():
-      async with sandbox.Pool(1) as pool:
+      async with pool_lib.Pool(1) as pool:
         return await validation.fault(pool, _TASK, gold, suite)
 
     fault = asyncio.run(main())
@@ -391,7 +391,7 @@ class _Source:
 class UseTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_grader_takes_suites(self):
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grader = grading.Grader(_Source(), pool)
       good = await grader(_TASK, {'sol.py': _GOOD})
       bad = await grader(_TASK, {'sol.py': 'import gc\n' + _GOOD})
@@ -404,7 +404,7 @@ class UseTest(unittest.IsolatedAsyncioTestCase):
         _SUITE, fail_to_pass=_SUITE.fail_to_pass[:2], pass_to_pass=()
     )
     task = dataclasses.replace(_TASK, public_tests=public)
-    async with sandbox.Pool(1) as pool, pool.session() as session:
+    async with pool_lib.Pool(1) as pool, pool.session() as session:
       loop = tool_loop.ToolLoop(session, config.HarnessConfig())
       before = await loop.execute(task, {'sol.py': _BAD}, [tools.Run()])
       after = await loop.execute(task, {'sol.py': _GOOD}, [tools.Run()])

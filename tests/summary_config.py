@@ -3,7 +3,7 @@
 import dataclasses
 
 from composer_jax import config
-from composer_jax.agents import relay
+from composer_jax.environments import summary_repair
 from tests import small_config
 
 HARNESS = config.HarnessConfig(
@@ -18,6 +18,6 @@ HARNESS = config.HarnessConfig(
 def experiment() -> config.Experiment:
   return dataclasses.replace(
       small_config.experiment(),
-      tasks=relay.Relay(facts=2),
+      tasks=summary_repair.Relay(facts=2),
       harness=HARNESS,
   )

@@ -12,14 +12,14 @@ from tests import summary_config
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
 from composer_jax.agents import tools
 from composer_jax.agents import windows
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _SOURCE = summary_config.experiment().tasks
 _TASK = _SOURCE.task(0, 'train')
@@ -30,7 +30,9 @@ _CFG = summary_config.HARNESS
 @functools.cache
 def _renderer():
   texts = [_SOURCE.task(k, 'warmup').files['f.py'] for k in range(300)]
-  return renderer_lib.CompactRenderer(renderer_lib.train_tokenizer(texts, 384))
+  return compact_renderer.CompactRenderer(
+      compact_renderer.train_tokenizer(texts, 384)
+  )
 
 
 def _turn(*calls):
@@ -56,7 +58,7 @@ def _gold():
 async def _play(policy, renderer=None, **fields):
   if not hasattr(policy, 'complete'):
     policy = sampled_policy.ScriptedPolicy(policy)
-  async with sandbox.Pool(1) as pool, pool.session() as session:
+  async with pool_lib.Pool(1) as pool, pool.session() as session:
     return await harness.run(
         _TASK,
         session,
@@ -82,7 +84,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     )
     self.assertEqual(len(policy.contexts), 5)
     self.assertEqual(len(set(policy.seeds)), 5)
-    async with sandbox.Pool(1) as pool:
+    async with pool_lib.Pool(1) as pool:
       grade = await grading.Grader(_SOURCE, pool)(_TASK, episode.submission)
     self.assertTrue(grade.solved)
     # More context than there is, in windows that all fit.
@@ -129,7 +131,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(len(tokenizer.encode('+=').ids), 1)
     for renderer in (
         _renderer(),
-        chat_renderer.ChatRenderer(chat.compact(tokenizer)),
+        chat_renderer.ChatRenderer(template.compact(tokenizer)),
     ):
       start = renderer.encode_resumed(
           _TASK, split, windows.State(_TASK.files, 2, 1)
@@ -145,7 +147,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_in_text_and_json(self):
     tokenizer = _renderer()._tokenizer
-    renderer = chat_renderer.ChatRenderer(chat.compact(tokenizer))
+    renderer = chat_renderer.ChatRenderer(template.compact(tokenizer))
     change = tools.Replace('f.py', 'def f', 'def  f')
     said = tokenizer.encode('f.py has a wrong constant').ids
     policy = sampled_policy.ScriptedPolicy(
@@ -224,7 +226,7 @@ class SummaryTest(unittest.IsolatedAsyncioTestCase):
 
   async def test_a_start_that_does_not_fit_ends_the_episode(self):
 
-    class Verbose(renderer_lib.CompactRenderer):
+    class Verbose(compact_renderer.CompactRenderer):
 
       def encode_resumed(self, task, summary, state):
         start = super().encode_resumed(task, summary, state)

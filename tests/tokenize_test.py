@@ -17,14 +17,14 @@ from pyarrow import parquet
 import tokenizers
 
 from composer_jax import config
-from composer_jax.agents import chat
-from composer_jax.agents import chat_files
-from composer_jax.agents import renderer
-from composer_jax.learner import corpus
-from composer_jax.learner import shards
-from composer_jax.learner import stream
-from composer_jax.runs import inputs
-from composer_jax.runs import tokenization
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import hub_files
+from composer_jax.chat import template
+from composer_jax.data import corpus
+from composer_jax.data import inputs
+from composer_jax.data import shards
+from composer_jax.data import stream
+from composer_jax.data import tokenization
 from tests import small_run
 
 _TEXTS = [
@@ -73,7 +73,7 @@ class TokenizeTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.tokenizer = renderer.train_tokenizer(_TEXTS, 384)
+    cls.tokenizer = compact_renderer.train_tokenizer(_TEXTS, 384)
 
   def setUp(self):
     super().setUp()
@@ -126,7 +126,7 @@ class TokenizeTest(parameterized.TestCase):
               if corpus.is_heldout(n, 0.1) == side
           ],
           self.tokenizer,
-          start=self.tokenizer.token_to_id(renderer.BOS),
+          start=self.tokenizer.token_to_id(compact_renderer.BOS),
       )
       self.assertGreater(len(want.starts), 5)
       np.testing.assert_array_equal(tokens.starts, want.starts)
@@ -220,7 +220,7 @@ class TokenizeTest(parameterized.TestCase):
     made = self._open(output).train()
     documents = self._documents(made)
     self.assertLen(documents, len(_CHATS))
-    form = chat.compact(self.tokenizer)
+    form = template.compact(self.tokenizer)
     for row, document in zip(_CHATS, documents, strict=True):
       messages = row['messages']
       prompt = form.prompt(messages[:4])
@@ -245,14 +245,14 @@ class TokenizeTest(parameterized.TestCase):
     folder = self.folder / 'model'
     folder.mkdir()
     source = self.tokenizer.to_str()
-    files = chat_files.write(source, _FORGETFUL, ['<|end|>'], {})
+    files = hub_files.write(source, _FORGETFUL, ['<|end|>'], {})
     for name, text in files.items():
       (folder / name).write_text(text)
     output = self._make(
         self._jsonl(_CHATS[:1]), field='messages', tokenizer=folder, heldout=0.0
     )
     first, second = self._documents(self._open(output).train())
-    form = chat.ChatFormat(self.tokenizer, _FORGETFUL, ['<|end|>'])
+    form = template.ChatFormat(self.tokenizer, _FORGETFUL, ['<|end|>'])
     messages = _CHATS[0]['messages']
     for document, at in ((first, 2), (second, 4)):
       prompt = form.prompt(messages[:at])
@@ -337,7 +337,7 @@ class TokenizeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'another heldout_fraction; choose'):
       self._make(self._texts(), heldout=0.2)
     self.tokenizer_path.write_text(
-        renderer.train_tokenizer(_TEXTS, 370).to_str()
+        compact_renderer.train_tokenizer(_TEXTS, 370).to_str()
     )
     with self.assertRaisesRegex(ValueError, 'another tokenizer'):
       self._make(self._texts())

@@ -5,7 +5,7 @@ from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies as st
 
-from composer_jax.agents import tasks
+from composer_jax import task
 from composer_jax.agents import tools
 
 _FILES = {'f.py': 'a+=1\nb=a+a'}
@@ -40,7 +40,7 @@ class ToolsTest(parameterized.TestCase):
     )
 
   def test_report(self):
-    cases = (tasks.Case(([1, 2],), 3), tasks.Case(([],), 0))
+    cases = (task.Case(([1, 2],), 3), task.Case(([],), 0))
     report = tools.report
     self.assertEqual(report(cases, ['3', '0'], ['', ''], ''), 'ok')
     self.assertEqual(report(cases, ['4', '0'], ['', ''], ''), '[1,2]=3 not 4')

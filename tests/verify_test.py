@@ -7,11 +7,11 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import micro_repair
-from composer_jax.agents import sandbox
+from composer_jax.environments import micro_repair
 from composer_jax.rewards import verify
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 
 _EPISODE = harness.Episode((), trace.StopReason.FINISHED, {'f.py': ''})
 
@@ -89,7 +89,7 @@ class VerifyTest(parameterized.TestCase):
 
     async def main():
       scores = {}
-      async with sandbox.Pool(1) as pool:
+      async with pool_lib.Pool(1) as pool:
         grader = grading.Grader(source, pool)
         for name, text in submissions.items():
           grade = await grader(task, {'f.py': text})

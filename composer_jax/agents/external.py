@@ -20,9 +20,9 @@ import tempfile
 from typing import Protocol
 import urllib.request
 
+from composer_jax import task as task_lib
 from composer_jax import trace
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 
 _KILL_SECONDS = 5.0
 _POST_SECONDS = 30.0
@@ -129,7 +129,7 @@ class SubprocessHarness:
   kept_bytes: int = 4 << 20
 
   async def run(
-      self, task: tasks.Task, rollout_id: str, gateway: Gateway, seed: int
+      self, task: task_lib.Task, rollout_id: str, gateway: Gateway, seed: int
   ) -> harness.Episode:
     """Plays one episode; never raises for what the program does."""
     access = await gateway.open(rollout_id, seed)
@@ -144,7 +144,7 @@ class SubprocessHarness:
       submission = _collect(root, self.kept_bytes)
     return await _episode(gateway, rollout_id, submission, stop, meta)
 
-  async def _play(self, root, access: Access, task: tasks.Task):
+  async def _play(self, root, access: Access, task: task_lib.Task):
     environment = {
         'PATH': os.defpath,
         'HOME': str(root),
@@ -196,7 +196,7 @@ class ExternalHarness:
   seconds: float = 600.0
 
   async def run(
-      self, task: tasks.Task, rollout_id: str, gateway: Gateway, seed: int
+      self, task: task_lib.Task, rollout_id: str, gateway: Gateway, seed: int
   ) -> harness.Episode:
     """Plays one episode; never raises for what the service does."""
     access = await gateway.open(rollout_id, seed)

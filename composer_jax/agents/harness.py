@@ -18,13 +18,13 @@ from typing import Protocol
 import numpy as np
 
 from composer_jax import config
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import grading
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
 from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
 from composer_jax.agents import windows as windows_lib
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool
 
 
 class Policy(Protocol):
@@ -58,7 +58,7 @@ class Renderer(Protocol):
 
   stop_ids: frozenset[int]
 
-  def encode_task(self, task: tasks.Task) -> list[int]:
+  def encode_task(self, task: task_lib.Task) -> list[int]:
     ...
 
   def encode_observation(self, text: str) -> list[int]:
@@ -68,7 +68,10 @@ class Renderer(Protocol):
     """Asks for a summary; it may be sampled from this and what is before."""
 
   def encode_resumed(
-      self, task: tasks.Task, summary: Sequence[int], state: windows_lib.State
+      self,
+      task: task_lib.Task,
+      summary: Sequence[int],
+      state: windows_lib.State,
   ) -> list[int]:
     """Begins another window; `summary` stays the very ids that were sampled."""
 
@@ -194,8 +197,8 @@ def _observe(renderer: Renderer, text: str, room: int) -> list[int]:
 
 
 async def run(
-    task: tasks.Task,
-    session: sandbox.Session | tool_loop.Loop,
+    task: task_lib.Task,
+    session: pool.Session | tool_loop.Loop,
     policy: Policy,
     renderer: Renderer,
     *,
@@ -226,7 +229,7 @@ async def run(
     ValueError: the prompt alone exceeds the context, or the policy's window
       does not continue the one it was given.
   """
-  own = isinstance(session, sandbox.Session)
+  own = isinstance(session, pool.Session)
   loop = tool_loop.ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
   windows = _Windows(policy, renderer, cfg, seed, temperature)
@@ -279,7 +282,7 @@ async def run(
         if not windows.begin(renderer.encode_resumed(task, summary, state)):
           stop = trace.StopReason.MAX_TOKENS
           break
-  except (sandbox.SandboxError, ConnectionError, TimeoutError) as e:
+  except (pool.SandboxError, ConnectionError, TimeoutError) as e:
     stop, failure = trace.StopReason.INFRA_ERROR, repr(e)
   infra = stop is trace.StopReason.INFRA_ERROR
   meta = {name: str(count) for name, count in sorted(loop.counts.items())}

@@ -17,11 +17,11 @@ import json
 from typing import Any
 
 from composer_jax import config
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
+from composer_jax.sandbox import grading
 from websockets import exceptions
 from websockets.asyncio import client as ws_client
 
@@ -152,7 +152,7 @@ class RemoteLoop:
 
   async def execute(
       self,
-      task: tasks.Task,
+      task: task_lib.Task,
       files: Mapping[str, str],
       calls: Sequence[tools.ToolCall],
   ) -> tuple[Mapping[str, str], str, bool]:
@@ -174,14 +174,14 @@ def _text(seen: Any) -> str:
   return text if isinstance(text, str) else json.dumps(seen)
 
 
-def _task(data: Mapping[str, Any]) -> tasks.Task:
+def _task(data: Mapping[str, Any]) -> task_lib.Task:
   """What a reset shows, as a task."""
   seen = data.get('observation')
   facts = seen if isinstance(seen, dict) else {}
   files = facts.get('files')
   files = files if isinstance(files, dict) else {}
   files = {k: v for k, v in files.items() if isinstance(v, str)}
-  return tasks.Task(str(facts.get('id', 'remote')), _text(seen), files, ())
+  return task_lib.Task(str(facts.get('id', 'remote')), _text(seen), files, ())
 
 
 async def play(

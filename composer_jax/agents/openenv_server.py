@@ -10,12 +10,12 @@ import json
 from typing import Any
 
 from composer_jax import config
-from composer_jax.agents import grading
+from composer_jax import task as task_lib
 from composer_jax.agents import openenv
-from composer_jax.agents import sandbox
-from composer_jax.agents import tasks
 from composer_jax.agents import tool_loop
 from composer_jax.agents import tools
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 from websockets import exceptions
 from websockets.asyncio import server as ws_server
 
@@ -30,10 +30,10 @@ def observation(
 class _Session:
   """One connection to the server: a task, played by whoever is there."""
 
-  def __init__(self, server: Server, session: sandbox.Session):
+  def __init__(self, server: Server, session: pool_lib.Session):
     self._server = server
     self._session = session
-    self._task: tasks.Task | None = None
+    self._task: task_lib.Task | None = None
     self._steps, self._done = 0, False
 
   async def answer(self, frame: str | bytes) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ class _Session:
       raise openenv.FrameError('UNKNOWN_TYPE', f'no such type: {kind[:80]}')
     except openenv.FrameError as e:
       code, message = e.args
-    except sandbox.SandboxError as e:
+    except pool_lib.SandboxError as e:
       code, message = 'EXECUTION_ERROR', str(e)
     return {'type': 'error', 'data': {'message': message, 'code': code}}
 
@@ -116,9 +116,9 @@ class Server:
 
   def __init__(
       self,
-      source: tasks.TaskSource,
+      source: task_lib.TaskSource,
       split: str,
-      pool: sandbox.Pool,
+      pool: pool_lib.Pool,
       grader: grading.Grader,
       cfg: config.HarnessConfig,
       idle_seconds: float = 600.0,

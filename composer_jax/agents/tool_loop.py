@@ -9,11 +9,11 @@ import time
 from typing import Protocol
 
 from composer_jax import config
-from composer_jax.agents import grading
-from composer_jax.agents import sandbox
-from composer_jax.agents import suite
-from composer_jax.agents import tasks
+from composer_jax import task as task_lib
 from composer_jax.agents import tools
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool
+from composer_jax.sandbox import suite
 
 
 class Loop(Protocol):
@@ -34,7 +34,7 @@ class Loop(Protocol):
 
   async def execute(
       self,
-      task: tasks.Task,
+      task: task_lib.Task,
       files: Mapping[str, str],
       calls: Sequence[tools.ToolCall],
   ) -> tuple[Mapping[str, str], str, bool]:
@@ -49,7 +49,7 @@ class ToolLoop:
   deadline of the whole rollout that ended it, it would count as lost.
   """
 
-  def __init__(self, session: sandbox.Session, cfg: config.HarnessConfig):
+  def __init__(self, session: pool.Session, cfg: config.HarnessConfig):
     self._session = session
     self._cfg = cfg
     self.counts: collections.Counter[str] = collections.Counter()
@@ -60,7 +60,9 @@ class ToolLoop:
   def exhausted(self) -> bool:
     return self._seconds <= 0
 
-  async def _run_tests(self, task: tasks.Task, files: Mapping[str, str]) -> str:
+  async def _run_tests(
+      self, task: task_lib.Task, files: Mapping[str, str]
+  ) -> str:
     await self._session.open()  # waiting for it is not the policy's doing
     began = time.monotonic()
     try:
@@ -68,14 +70,14 @@ class ToolLoop:
     finally:
       self._seconds -= time.monotonic() - began
 
-  async def _public(self, task: tasks.Task, files: Mapping[str, str]) -> str:
+  async def _public(self, task: task_lib.Task, files: Mapping[str, str]) -> str:
     """What the `run` tool shows: the public tests that fail."""
     limits = dataclasses.replace(
         task.limits,
         wall_seconds=min(task.limits.wall_seconds, self._cfg.tool_seconds),
     )
     public = task.public_tests
-    if isinstance(public, tasks.Suite):
+    if isinstance(public, task_lib.Suite):
       outcomes = await suite.run_suite(self._session, public, files, limits)
       return tools.report_suite(
           public.ids, outcomes.tests, outcomes.errors, outcomes.failure
@@ -91,7 +93,7 @@ class ToolLoop:
 
   async def execute(
       self,
-      task: tasks.Task,
+      task: task_lib.Task,
       files: Mapping[str, str],
       calls: Sequence[tools.ToolCall],
   ) -> tuple[Mapping[str, str], str, bool]:

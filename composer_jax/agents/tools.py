@@ -12,8 +12,8 @@ import dataclasses
 import typing
 from typing import Any, Protocol
 
-from composer_jax.agents import runner
-from composer_jax.agents import tasks
+from composer_jax import task as task_lib
+from composer_jax.sandbox import child
 
 
 class ParseError(ValueError):
@@ -81,7 +81,9 @@ _MATCHES = 50  # lines that a search shows
 class TestRunner(Protocol):
   """Runs the public tests of a task on some files."""
 
-  async def __call__(self, task: tasks.Task, files: Mapping[str, str]) -> str:
+  async def __call__(
+      self, task: task_lib.Task, files: Mapping[str, str]
+  ) -> str:
     """Returns what the policy is shown."""
 
 
@@ -182,7 +184,7 @@ def replace(files: Mapping[str, str], call: Replace) -> Outcome:
 
 async def execute(
     call: ToolCall,
-    task: tasks.Task,
+    task: task_lib.Task,
     files: Mapping[str, str],
     run_tests: TestRunner,
 ) -> Outcome:
@@ -220,16 +222,16 @@ def truncate(text: str, limit_bytes: int) -> str:
 
 
 def report(
-    cases: Sequence[tasks.Case],
+    cases: Sequence[task_lib.Case],
     values: Sequence[str | None],
     errors: Sequence[str],
     failure: str,
 ) -> str:
   """What `run` shows: the first failing case, in the prompt's notation."""
   for case, value, error in zip(cases, values, errors, strict=True):
-    expected = runner.canonical(case.expected)
+    expected = child.canonical(case.expected)
     if value != expected:
-      arguments = ','.join(runner.canonical(a) for a in case.args)
+      arguments = ','.join(child.canonical(a) for a in case.args)
       got = value or error or failure
       return f'{arguments}={expected} not {got}'
   return failure or 'ok'

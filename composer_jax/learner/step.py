@@ -23,9 +23,9 @@ import optax
 from composer_jax import config
 from composer_jax.learner import balancing as balancing_lib
 from composer_jax.learner import batch as batch_lib
-from composer_jax.learner import mtp as mtp_lib
+from composer_jax.learner import loss_inputs
+from composer_jax.learner import mtp_loss
 from composer_jax.learner import processes
-from composer_jax.learner import stats as stats_lib
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
 from composer_jax.model import transformer
@@ -183,7 +183,7 @@ def gradients(
   def local(params, batch, denominator, tokens, reference):
     def forward(params):
       logps, entropy, out = target_stats(params, batch, cfg)
-      further = mtp_lib.loss(params, out.hidden, batch, mtp, cfg)
+      further = mtp_loss.loss(params, out.hidden, batch, mtp, cfg)
       return (logps, out.router_stats, further[0]), (entropy, *further)
 
     (logps, routers, _), vjp, (entropy, *further) = jax.vjp(
@@ -200,8 +200,8 @@ def gradients(
       ref_logps = gather(target_stats(rounded(reference), batch, cfg)[0])
 
     def objective(logps):
-      stats = stats_lib.masked(whole, logps, entropy, ref_logps)
-      per_token, metrics = stats_lib.per_token(loss, stats)
+      stats = loss_inputs.masked(whole, logps, entropy, ref_logps)
+      per_token, metrics = loss_inputs.per_token(loss, stats)
       masked = jnp.where(stats.mask > 0, per_token, 0.0)
       return jnp.sum(masked) / denominator, (stats, masked, dict(metrics))
 
@@ -222,7 +222,7 @@ def gradients(
     mean = batch_lib.Mean
     if mtp.weight:
       metrics['loss/mtp'] = mean(*lax.psum(further, sharding.ROWS))
-    metrics |= router_metrics | stats_lib.mismatch(whole, stats)
+    metrics |= router_metrics | loss_inputs.mismatch(whole, stats)
     metrics |= {
         'loss': mean(jnp.sum(masked), jnp.sum(stats.mask)),
         'routing/disagreement': mean(routers.disagreeing, routers.choices),

@@ -26,8 +26,8 @@ from safetensors import numpy as safetensors_numpy
 
 from composer_jax import config
 from composer_jax.model import families
+from composer_jax.model import hf_tensors
 from composer_jax.model import params as params_lib
-from composer_jax.model import pieces as pieces_lib
 
 CONFIG = 'config.json'
 _INDEX = 'model.safetensors.index.json'
@@ -82,7 +82,7 @@ class Reader:
         for name, leaf in params_lib.names(params_lib.abstract(cfg)).items()
     }
     self._pieces = collections.defaultdict(list)
-    pieces = list(pieces_lib.of(cfg))
+    pieces = list(hf_tensors.of(cfg))
     for piece in pieces:
       self._pieces[piece.name].append(piece)
     self.files = _shard_files(folder)
@@ -130,7 +130,7 @@ class Reader:
     return out
 
   def _read(
-      self, piece: pieces_lib.Piece, shape: list[int], ranges: list[range]
+      self, piece: hf_tensors.Piece, shape: list[int], ranges: list[range]
   ) -> np.ndarray:
     """Ranges of the axes that are left of a part of this shape."""
     file = self._where[piece.published].get_slice(piece.published)
@@ -240,12 +240,12 @@ def _open(
   return found
 
 
-def _index(piece: pieces_lib.Piece, shape: Sequence[int]) -> list[Any]:
+def _index(piece: hf_tensors.Piece, shape: Sequence[int]) -> list[Any]:
   """Of a part, for all axes of all of our tensor."""
   return [*piece.index, *[_EVERY] * (len(shape) - len(piece.index))]
 
 
-def _published_shape(piece: pieces_lib.Piece, shape: Sequence[int]):
+def _published_shape(piece: hf_tensors.Piece, shape: Sequence[int]):
   """Of a tensor, from the shape of all of ours that it is a part of."""
   at = _index(piece, shape)
   part = tuple(n for n, i in zip(shape, at, strict=True) if i == _EVERY)
@@ -255,7 +255,7 @@ def _published_shape(piece: pieces_lib.Piece, shape: Sequence[int]):
 def _check(folder, cfg, where, every, ours) -> None:
   pieces = {piece.published: piece for piece in every}
   extra = {
-      n for n in where.keys() - pieces.keys() if not pieces_lib.is_known(cfg, n)
+      n for n in where.keys() - pieces.keys() if not hf_tensors.is_known(cfg, n)
   }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
@@ -329,13 +329,13 @@ def save(
     raise
 
 
-def _part(piece: pieces_lib.Piece, named) -> np.ndarray:
+def _part(piece: hf_tensors.Piece, named) -> np.ndarray:
   return np.asarray(named[piece.name])[piece.index]
 
 
-def _shards(cfg, named, most) -> Iterator[dict[str, pieces_lib.Piece]]:
+def _shards(cfg, named, most) -> Iterator[dict[str, hf_tensors.Piece]]:
   shard, size = {}, 0
-  for piece in pieces_lib.of(cfg):
+  for piece in hf_tensors.of(cfg):
     part = _part(piece, named).nbytes
     if shard and size + part > most:
       yield shard

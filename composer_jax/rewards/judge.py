@@ -18,8 +18,8 @@ import os
 import secrets
 import weakref
 
+from composer_jax import task as task_lib
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import rubric as rubric_lib
@@ -155,7 +155,7 @@ def _diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
   return '\n'.join(out) or 'nothing was changed'
 
 
-def evidence(task: tasks.Task, episode: harness.Episode) -> dict[str, str]:
+def evidence(task: task_lib.Task, episode: harness.Episode) -> dict[str, str]:
   """What a judge is shown of an episode; nothing of the hidden tests."""
   *log, last = episode.log or ('',)
   parts = {
@@ -280,7 +280,7 @@ class Judge:
     return Judgement(verdicts, failures, score)
 
   async def __call__(
-      self, task: tasks.Task, episode: harness.Episode
+      self, task: task_lib.Task, episode: harness.Episode
   ) -> verify.RewardResult:
     """Ranks a success; says nothing about anything else."""
     if episode.grade is None or not episode.grade.solved:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from composer_jax import task as task_lib
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import signals
 from composer_jax.rewards import verify
@@ -79,7 +79,7 @@ class LengthPenalty:
     )
 
   async def __call__(
-      self, task: tasks.Task, episode: harness.Episode
+      self, task: task_lib.Task, episode: harness.Episode
   ) -> verify.RewardResult:
     """Ranks a success; says nothing about anything else."""
     del task

@@ -14,8 +14,8 @@ import re
 import tokenize
 import typing
 
+from composer_jax import task as task_lib
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 from composer_jax.agents import tools
 import numpy as np
 
@@ -57,7 +57,7 @@ def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
   return {path: text for path, text in a.items() if b.get(path) != text}
 
 
-def measure(task: tasks.Task, episode: harness.Episode) -> dict[str, float]:
+def measure(task: task_lib.Task, episode: harness.Episode) -> dict[str, float]:
   """Behavior of one episode, for the metrics; the mean over many is a rate.
 
   Returns:

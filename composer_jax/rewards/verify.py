@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 
+from composer_jax import task as task_lib
 from composer_jax import trace
 from composer_jax.agents import harness
-from composer_jax.agents import tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Verify:
       )
 
   async def __call__(
-      self, task: tasks.Task, episode: harness.Episode
+      self, task: task_lib.Task, episode: harness.Episode
   ) -> RewardResult:
     """Scores a graded episode; an ungraded one is invalid, not zero."""
     del task  # the grade knows all about it

@@ -23,13 +23,13 @@ import jax
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
+from composer_jax.rollout import device as device_lib
 from composer_jax.rollout import lane as lane_lib
-from composer_jax.rollout import runner
 from composer_jax.rollout import slots as slots_lib
 
 Request = slots_lib.Request
 Refresh = Callable[[], tuple[trace.WeightVersion, params_lib.Params] | None]
-compilations = runner.compilations
+compilations = device_lib.compilations
 
 Stats = lane_lib.Stats
 

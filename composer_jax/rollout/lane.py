@@ -24,7 +24,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import cache as cache_lib
-from composer_jax.rollout import runner as runner_lib
+from composer_jax.rollout import device as device_lib
 from composer_jax.rollout import slots as slots_lib
 from kernels_triton import contract
 
@@ -90,7 +90,7 @@ class Lane:
   ) -> None:
     self._steps = rollout.steps_per_sync
     self._stats = stats
-    self.runner = runner_lib.Runner(cfg, rollout, params, device)
+    self.runner = device_lib.Runner(cfg, rollout, params, device)
     self.table = slots_lib.SlotTable(cfg, rollout)
     self._cache = cache_lib.SlotCache(
         rollout.slots,

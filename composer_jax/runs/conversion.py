@@ -9,7 +9,7 @@ import tokenizers
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import chat_files
+from composer_jax.chat import hub_files
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.runs import feed
@@ -30,7 +30,7 @@ def model_of(folder: pathlib.Path, name: str) -> stored_model.StoredModel:
   """
   fields = hf.read_config(folder)
   cfg = families.to_config(fields)
-  source, template, stop, names = chat_files.read(folder)
+  source, template, stop, names = hub_files.read(folder)
   size = tokenizers.Tokenizer.from_str(source).get_vocab_size()
   if size > cfg.vocab:
     raise ValueError(
@@ -90,7 +90,7 @@ def export_folder(
   stored = stored_model.read(url)
   families.family_of(stored.model)  # before anything is fetched
   version, named = feed.fetch(url, step)
-  files = chat_files.write(
+  files = hub_files.write(
       stored.tokenizer, stored.template, stored.stop, stored.names
   )
   hf.save(folder, stored.model, named, files, stored.context_tokens)

@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from composer_jax import config
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import tasks as tasks_lib
 from composer_jax.fleet import admission
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
-from composer_jax.runs import base
+from composer_jax.runs import base_model
 from composer_jax.runs import feed
-from composer_jax.runs import host as host_lib
+from composer_jax.runs import player
 from composer_jax.runs import stored_model
 from kernels_triton import contract
 
@@ -47,7 +47,7 @@ class Score:
   invalid: int
 
 
-def tasks_of(cfg: config.Experiment, split: str) -> list[tasks_lib.Task]:
+def tasks_of(cfg: config.Experiment, split: str) -> list[task_lib.Task]:
   """The evaluation tasks of a split; the same for every model and seed."""
   first = cfg.evaluation.seed
   return [cfg.tasks.task(first + i, split) for i in range(cfg.evaluation.tasks)]
@@ -102,7 +102,7 @@ def disjoint(
 
 def evaluate(
     cfg: config.Experiment,
-    host: host_lib.RolloutHost,
+    host: player.RolloutHost,
     version: int,
     splits: Iterable[str] = tuple(SPLITS),
     ended: Callable[[], None] = lambda: None,
@@ -187,7 +187,7 @@ def stored_host(
     workdir: pathlib.Path,
     version: int | None,
     device: jax.Device,
-) -> host_lib.RolloutHost:
+) -> player.RolloutHost:
   """A host on one published version of an existing run, which it only reads.
 
   Args:
@@ -204,17 +204,17 @@ def stored_host(
   if not folder.exists():
     raise ValueError(f'{folder}: no version has been published yet')
   url = f'file://{folder.resolve()}/'
-  return host_lib.RolloutHost(
+  return player.RolloutHost(
       cfg,
       url,
-      base.renderer(cfg, stored_model.read(url)),
+      base_model.renderer(cfg, stored_model.read(url)),
       device=device,
       feed=functools.partial(feed.FixedFeed, step=version),
   )
 
 
 def showcase(
-    cfg: config.Experiment, host: host_lib.RolloutHost, version: int
+    cfg: config.Experiment, host: player.RolloutHost, version: int
 ) -> list[trace.Trajectory]:
   """Greedy episodes of the first few held-out tasks."""
   tasks = tasks_of(cfg, 'eval')[: cfg.evaluation.showcase]

@@ -18,14 +18,14 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.data import mixture
+from composer_jax.data import stream
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import items
 from composer_jax.learner import losses
-from composer_jax.learner import mixture
 from composer_jax.learner import packing
 from composer_jax.learner import processes
 from composer_jax.learner import step
-from composer_jax.learner import stream
 from composer_jax.runs import progress
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint

@@ -23,19 +23,19 @@ import optax
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.data import sources
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
+from composer_jax.learner import loss_inputs
 from composer_jax.learner import processes
-from composer_jax.learner import stats
 from composer_jax.learner import step
-from composer_jax.runs import base
-from composer_jax.runs import digest
+from composer_jax.runs import base_model
 from composer_jax.runs import evaluate
-from composer_jax.runs import host as host_lib
 from composer_jax.runs import midtrain
-from composer_jax.runs import offline
 from composer_jax.runs import plan
-from composer_jax.runs import sources
+from composer_jax.runs import player
+from composer_jax.runs import rl
+from composer_jax.runs import run_digest
 from composer_jax.runs import stored_model
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
@@ -69,7 +69,7 @@ class Run:
   @functools.cached_property
   def renderer(self) -> Any:
     """Between tasks and tokens; ValueError for a tokenizer of other texts."""
-    return base.renderer(self.cfg, self.model)
+    return base_model.renderer(self.cfg, self.model)
 
   @property
   def store(self) -> str:
@@ -90,10 +90,10 @@ def open_run(
     ValueError: as `sources.open_texts` and `plan.check`, or a loss that returns
       a wrong shape.
   """
-  stats.check_loss(cfg.loss)
+  loss_inputs.check_loss(cfg.loss)
   plan.check(cfg)
   path = workdir / stored_model.TOKENIZER
-  model = base.published(cfg)
+  model = base_model.published(cfg)
   if model is not None:
     sources.keep(path, model.tokenizer)
   texts = sources.open_texts(cfg, path, model.names if model else {})
@@ -157,7 +157,7 @@ def _initial(run: Run) -> batch_lib.TrainState:
   # What the first phase restores anyway is not read.
   resumed = bool(phases) and _newest(run.workdir, phases[0].name) > 0
   if run.cfg.base and not resumed:
-    return step.restart(base.weights(run.cfg, run.mesh), tx, run.mesh)
+    return step.restart(base_model.weights(run.cfg, run.mesh), tx, run.mesh)
   return step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
 
 
@@ -165,10 +165,10 @@ def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   """The arrays that RL started from, as they were published."""
   if run.cfg.phases:
     last = run.cfg.phases[-1].name
-    state = digest.restored(run.cfg, run.workdir, last, run.mesh)
+    state = run_digest.restored(run.cfg, run.workdir, last, run.mesh)
   else:
     state = _initial(run)
-  return offline.published_arrays(state.params)
+  return rl.published_arrays(state.params)
 
 
 def reinforcement(
@@ -188,7 +188,7 @@ def reinforcement(
   # The policy that RL started from; a copy, because steps donate their state.
   reference = (
       jax.tree.map(jnp.copy, state.params)
-      if stats.needs_reference(cfg.loss)
+      if loss_inputs.needs_reference(cfg.loss)
       else None
   )
   state = step.restart(state.params, tx, run.mesh)
@@ -200,13 +200,13 @@ def reinforcement(
   stored_model.write(run.store, run.model)
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
   version = publisher.resume(
-      offline.published_arrays(state.params), len(ledger.steps)
+      rl.published_arrays(state.params), len(ledger.steps)
   )
-  host = host_lib.RolloutHost(cfg, run.store, run.renderer, device=run.decoder)
+  host = player.RolloutHost(cfg, run.store, run.renderer, device=run.decoder)
   with host:
     print('compiling the decode programs; later runs find them cached')
     host.engine.warmup()
-    state, _, complete = offline.run(
+    state, _, complete = rl.run(
         cfg,
         state,
         host,
@@ -226,9 +226,7 @@ def reinforcement(
   return state, complete
 
 
-def measure(
-    run: Run, host: host_lib.RolloutHost, at: int, version: int
-) -> None:
+def measure(run: Run, host: player.RolloutHost, at: int, version: int) -> None:
   """Evaluates a version and records it; keeps the showcase at both ends."""
   began = time.perf_counter()
   scores = evaluate.evaluate(run.cfg, host, version)

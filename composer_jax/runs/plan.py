@@ -18,8 +18,8 @@ from composer_jax import config
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
-from composer_jax.rollout import runner
-from composer_jax.runs import shapes
+from composer_jax.rollout import device
+from composer_jax.runs import footprint
 from kernels_triton import contract
 
 
@@ -71,7 +71,7 @@ def _windows(cfg: config.Experiment) -> int:
   return cfg.harness.max_turns if summing else 1
 
 
-def text(cfg: config.Experiment, found: shapes.Shapes | None = None) -> str:
+def text(cfg: config.Experiment, found: footprint.Shapes | None = None) -> str:
   """Returns the plan: work, batch arithmetic, memory, shapes to compile.
 
   Args:
@@ -87,7 +87,7 @@ def text(cfg: config.Experiment, found: shapes.Shapes | None = None) -> str:
       ('Work', _work(cfg)),
       ('RL step', _rl_step(cfg)),
       *(
-          shapes.sections(found, cfg)
+          footprint.sections(found, cfg)
           if found
           else [('Memory, estimated', _memory(cfg))]
       ),
@@ -177,7 +177,7 @@ def _memory(cfg: config.Experiment) -> _Rows:
       functools.partial(
           decode.init_pages,
           cfg.model,
-          runner.page_count(cfg.rollout),
+          device.page_count(cfg.rollout),
       )
   )
   sizes = {

@@ -24,16 +24,16 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import ledger as ledger_lib
-from composer_jax.learner import stats
+from composer_jax.learner import loss_inputs
 from composer_jax.learner import step as step_lib
 from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import sampling
-from composer_jax.runs import digest
 from composer_jax.runs import feed
-from composer_jax.runs import host as host_lib
-from composer_jax.runs import offline
+from composer_jax.runs import player
+from composer_jax.runs import rl
 from composer_jax.runs import rollouts
+from composer_jax.runs import run_digest
 from composer_jax.weights import codec
 from kernels_triton import contract
 
@@ -168,7 +168,7 @@ class Recorded:
 
 def _played(
     cfg: config.Experiment,
-    host: host_lib.RolloutHost,
+    host: player.RolloutHost,
     weights: Mapping[int, Weights],
     record: ledger_lib.GroupRecord,
 ) -> admission.Group:
@@ -198,7 +198,7 @@ def run(
     cfg: config.Experiment,
     workdir: pathlib.Path,
     ledger: ledger_lib.Ledger,
-    host: host_lib.RolloutHost,
+    host: player.RolloutHost,
     mesh: jax.sharding.Mesh,
     ended: Callable[[], None] = lambda: None,
 ) -> Replay:
@@ -216,15 +216,17 @@ def run(
     The first difference, or that there is none.
   """
   tx = cfg.rl_optimizer.build()
-  warm = digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
+  warm = run_digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
   reference = (
-      jax.tree.map(jnp.copy, warm) if stats.needs_reference(cfg.loss) else None
+      jax.tree.map(jnp.copy, warm)
+      if loss_inputs.needs_reference(cfg.loss)
+      else None
   )
   state = step_lib.restart(warm, tx, mesh)
   weights: dict[int, Weights] = {}
   count = unverified = 0
   for number, record in enumerate(ledger.steps):
-    named = offline.published_arrays(state.params)
+    named = rl.published_arrays(state.params)
     root = codec.root(named, cfg.weights.tile_elements)
     params = jax.device_put(feed.decode_params(named))
     weights[record.version] = Weights(params, root)
@@ -250,12 +252,12 @@ def run(
         next_prompt=0,
         cursor=0,
     )
-    state, _, _ = offline.train(
+    state, _, _ = rl.train(
         cfg, state, batch, tx=tx, mesh=mesh, reference=reference
     )
     ended()
-  want = digest.of_state(digest.restored(cfg, workdir, 'rl', mesh))
-  got = digest.of_state(state)
+  want = run_digest.of_state(run_digest.restored(cfg, workdir, 'rl', mesh))
+  got = run_digest.of_state(state)
   differing = [name for name in want if got[name] != want[name]]
   what = f'final {differing[0]}' if differing else ''
   return Replay(len(ledger.steps), count, unverified, what)

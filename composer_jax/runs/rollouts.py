@@ -14,14 +14,14 @@ import dataclasses
 import itertools
 
 from composer_jax import config
+from composer_jax import task as task_lib
 from composer_jax import trace
-from composer_jax.agents import curriculum
-from composer_jax.agents import tasks as tasks_lib
+from composer_jax.environments import curriculum
 from composer_jax.fleet import admission
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
-from composer_jax.runs import host as host_lib
+from composer_jax.runs import player
 from composer_jax.weights import publish
 
 RUN = 'offline'
@@ -29,7 +29,7 @@ _MAX_ATTEMPTS = 3
 _TALLIES = 32  # kept; more than a prompt's admission can lag behind
 
 
-def training_task(cfg: config.Experiment, index: int) -> tasks_lib.Task:
+def training_task(cfg: config.Experiment, index: int) -> task_lib.Task:
   """A training task that says which it is, for the ledger."""
   task = cfg.tasks.task(index, 'train')
   known = {'index': str(index), 'stratum': curriculum.stratum(task)}
@@ -47,7 +47,7 @@ class Rollouts:
   def __init__(
       self,
       cfg: config.Experiment,
-      host: host_lib.RolloutHost,
+      host: player.RolloutHost,
       ledger: ledger_lib.Ledger,
       version: trace.WeightVersion,
   ):

@@ -16,8 +16,8 @@ import tokenizers
 
 from composer_jax import config
 from composer_jax import rope
-from composer_jax.agents import chat
-from composer_jax.agents import renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template as template_lib
 from composer_jax.weights import store as store_lib
 
 MODEL = 'model.json'
@@ -46,10 +46,12 @@ class StoredModel:
   stop: tuple[str, ...]
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def chat_format(self) -> chat.ChatFormat:
+  def chat_format(self) -> template_lib.ChatFormat:
     """The chat format."""
     tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer)
-    return chat.ChatFormat(tokenizer, self.template, self.stop, self.names)
+    return template_lib.ChatFormat(
+        tokenizer, self.template, self.stop, self.names
+    )
 
 
 def trained_here(cfg: config.Experiment, tokenizer: str) -> StoredModel:
@@ -59,8 +61,8 @@ def trained_here(cfg: config.Experiment, tokenizer: str) -> StoredModel:
       cfg.model,
       cfg.rollout.context_tokens,
       tokenizer,
-      chat.COMPACT_TEMPLATE,
-      (renderer.END,),
+      template_lib.COMPACT_TEMPLATE,
+      (compact_renderer.END,),
   )
 
 

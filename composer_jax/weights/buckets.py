@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from composer_jax.weights import kernels
+from composer_jax.weights import numba_kernels
 from composer_jax.weights import parallel
-from composer_jax.weights import steps as steps_lib
+from composer_jax.weights import ulp_steps
 
 BUCKETS = 256
 SHIFT = 7  # bits of a word below its bucket
@@ -60,7 +60,9 @@ def _collect(old, new, where, buckets, gaps, steps):
         where[changed] = i
         buckets[changed] = b
         gaps[changed] = rank - last[b]
-        steps[changed] = kernels.to_key(new[i]) - kernels.to_key(old[i])
+        steps[changed] = numba_kernels.to_key(new[i]) - numba_kernels.to_key(
+            old[i]
+        )
         last[b] = rank + 1
         changed += 1
       seen[0, b] += 1
@@ -98,7 +100,7 @@ def _apply(out, start, gaps, steps):
     if wait == 0:
       at = used[b]
       used[b] = at + 1
-      out[i] = kernels.from_key(kernels.to_key(out[i]) + steps[at])
+      out[i] = numba_kernels.from_key(numba_kernels.to_key(out[i]) + steps[at])
       left[b] = gaps[at + 1] if at + 1 < start[b + 1] else never
   for b in range(BUCKETS):
     if used[b] != start[b + 1]:
@@ -133,9 +135,9 @@ def sizes(steps):
 
 def between(
     old: np.ndarray, new: np.ndarray
-) -> tuple[Changes, steps_lib.Steps]:
+) -> tuple[Changes, ulp_steps.Steps]:
   """What leads from old to new, both uint16 [n]; the same in word order."""
-  old, new = kernels.aligned(old), kernels.aligned(new)
+  old, new = numba_kernels.aligned(old), numba_kernels.aligned(new)
   where = parallel.scratch('where', old.size, np.uint32)
   buckets = parallel.scratch('buckets', old.size, np.uint8)
   gaps = parallel.scratch('gaps', old.size, np.uint32)
@@ -144,7 +146,7 @@ def between(
   start = np.empty(BUCKETS + 1, np.int64)
   out = Changes(start, np.empty(n, np.uint32), np.empty(n, np.uint16))
   _sort(buckets[:n], gaps[:n], step[:n], *out)
-  return out, steps_lib.Steps(where[:n].copy(), step[:n].copy())
+  return out, ulp_steps.Steps(where[:n].copy(), step[:n].copy())
 
 
 def apply(
@@ -155,7 +157,7 @@ def apply(
   Raises:
     ValueError: a change lies behind the last word.
   """
-  out = kernels.copied(old, out)
+  out = numba_kernels.copied(old, out)
   if not _apply(out, *changes):
     raise ValueError('delta payload: changes leave the tile; damaged')
   return out

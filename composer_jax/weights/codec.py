@@ -17,12 +17,12 @@ import xxhash
 import zstandard
 
 from composer_jax.weights import buckets
-from composer_jax.weights import kernels
 from composer_jax.weights import layout
-from composer_jax.weights import ranges
+from composer_jax.weights import numba_kernels
+from composer_jax.weights import range_coder
 from composer_jax.weights import reference
-from composer_jax.weights import rice
-from composer_jax.weights import steps as steps_lib
+from composer_jax.weights import rice_coder
+from composer_jax.weights import ulp_steps
 
 RAW = 0  # the tile's bytes
 D2 = 1  # `reference.Streams`, zstd per stream
@@ -33,7 +33,7 @@ NAMES = {RAW: 'raw', D2: 'D2', E: 'E', F: 'F', XOR: 'xor'}
 
 DELTAS = {NAMES[i]: i for i in (D2, E, F)}
 
-_PACKERS = {E: rice, F: ranges}
+_PACKERS = {E: rice_coder, F: range_coder}
 
 _LEVEL = 1
 _HEAD = struct.Struct('<7I')  # changed, 3 lengths, 3 stored sizes
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
   codec: int
   payload: bytes
   changed: int  # elements
-  steps: steps_lib.Steps | None = None  # that the payload has; 2-byte floats
+  steps: ulp_steps.Steps | None = None  # that the payload has; 2-byte floats
 
 
 def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
@@ -82,8 +82,8 @@ def _unpack(packed: bytes, length: int) -> bytes:
   return raw
 
 
-def _pack_d2(found: steps_lib.Steps) -> bytes:
-  changed, *streams = kernels.split(*found)
+def _pack_d2(found: ulp_steps.Steps) -> bytes:
+  changed, *streams = numba_kernels.split(*found)
   packed = [_pack(s) for s in streams]
   gaps, _, skips, magnitudes = streams
   lengths = (changed, gaps.nbytes, skips.nbytes, magnitudes.nbytes)
@@ -107,15 +107,15 @@ def _apply_d2(
     streams.append(np.frombuffer(_unpack(view[at : at + size], length), 'u1'))
     at += size
   streams[3] = streams[3].view('<u2')
-  return kernels.merge(old, reference.Streams(changed, *streams), out)
+  return numba_kernels.merge(old, reference.Streams(changed, *streams), out)
 
 
 def _encode_words(
     codec: int, old: np.ndarray, new: np.ndarray
-) -> tuple[bytes, steps_lib.Steps]:
+) -> tuple[bytes, ulp_steps.Steps]:
   """Payload and steps between words of 2-byte floats."""
   if codec == D2:
-    found = steps_lib.between(old, new)
+    found = ulp_steps.between(old, new)
     return _pack_d2(found) if found.where.size else b'', found
   changes, found = buckets.between(old, new)
   return _PACKERS[codec].pack(changes) if found.where.size else b'', found

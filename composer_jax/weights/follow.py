@@ -12,12 +12,12 @@ import threading
 import numpy as np
 
 from composer_jax import trace
+from composer_jax.weights import arena
 from composer_jax.weights import codec
 from composer_jax.weights import layout
 from composer_jax.weights import parallel
 from composer_jax.weights import records
 from composer_jax.weights import retain
-from composer_jax.weights import spare
 from composer_jax.weights import store as store_lib
 
 _Path = list[tuple[records.Manifest, records.Edge]]
@@ -61,7 +61,7 @@ class Follower:
     self._link = None
     self._generation = None
     self._named = None
-    self._spare = spare.Spare()
+    self._spare = arena.Spare()
     self.version: trace.WeightVersion | None = None
     self.digest_mismatches = 0
 

@@ -25,9 +25,9 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.weights import layout
 from composer_jax.weights import records
+from composer_jax.weights import rendezvous
 from composer_jax.weights import retain
-from composer_jax.weights import rounds
-from composer_jax.weights import segments
+from composer_jax.weights import segment_writer
 from composer_jax.weights import snapshot as snapshot_lib
 from composer_jax.weights import store as store_lib
 
@@ -119,7 +119,7 @@ class Publisher:
     self._incarnation = incarnation
     self._writers = writers
     self._me = writers.index if writers else 0
-    self._rounds = rounds.Rounds(
+    self._rounds = rendezvous.Rounds(
         self._store,
         incarnation,
         self._me,
@@ -224,7 +224,9 @@ class Publisher:
       )
     parts, rows = {}, None
     for kind, (prefix, _, encode) in wanted.items():
-      parts[kind], written = segments.write(self._store, prefix, mine, encode)
+      parts[kind], written = segment_writer.write(
+          self._store, prefix, mine, encode
+      )
       rows = written if rows is None else rows
     met = self._rounds.gather(
         'parts', {k: dataclasses.asdict(p) for k, p in parts.items()}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from composer_jax.weights import buckets
-from composer_jax.weights import ranges
+from composer_jax.weights import range_coder
 from composer_jax.weights import reference
-from composer_jax.weights import rice
+from composer_jax.weights import rice_coder
 
 
 def _grouped(old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,8 +83,8 @@ class _Bits:
 
   def rice(self, value: int, k: int) -> None:
     ones = value >> k
-    if ones >= rice.ESCAPE:
-      self.put((1 << rice.ESCAPE) - 1, rice.ESCAPE)
+    if ones >= rice_coder.ESCAPE:
+      self.put((1 << rice_coder.ESCAPE) - 1, rice_coder.ESCAPE)
       self.put(value, 32)
     else:
       self.put((1 << ones) - 1, ones + 1)
@@ -133,7 +133,7 @@ class _Interval:
     split = self.width * odds[0] // sum(odds)
     self.narrow(*((split, self.width - split) if bit else (0, split)))
     odds[bit] += 2
-    if sum(odds) >= ranges.LIMIT:
+    if sum(odds) >= range_coder.LIMIT:
       odds[:] = [n // 2 | 1 for n in odds]
 
   def even(self, value: int, width: int) -> None:
@@ -143,10 +143,10 @@ class _Interval:
       self.narrow(*((half, self.width - half) if bit else (0, half)))
 
   def unary(self, first: int, last: int, value: int, k: int) -> None:
-    ones = min(value >> k, ranges.ESCAPE)
+    ones = min(value >> k, range_coder.ESCAPE)
     for i in range(ones):
       self.put(min(first + i, last), 1)
-    if ones == ranges.ESCAPE:
+    if ones == range_coder.ESCAPE:
       self.even(value, 32)
     else:
       self.put(min(first + ones, last), 0)
@@ -178,7 +178,7 @@ def range_pack(changes: buckets.Changes) -> bytes:
       out.even(k_size, 4)
     out.odds.clear()
     for gap, down, size in rows:
-      out.unary(ranges.GAP, ranges.SIGN - 1, gap, k_gap)
-      out.put(ranges.SIGN, down)
-      out.unary(ranges.SIZE, ranges.CONTEXTS - 1, size, k_size)
+      out.unary(range_coder.GAP, range_coder.SIGN - 1, gap, k_gap)
+      out.put(range_coder.SIGN, down)
+      out.unary(range_coder.SIZE, range_coder.CONTEXTS - 1, size, k_size)
   return out.packed()

@@ -18,7 +18,7 @@ from composer_jax.weights import codec
 from composer_jax.weights import layout
 from composer_jax.weights import parallel
 from composer_jax.weights import records
-from composer_jax.weights import steps
+from composer_jax.weights import ulp_steps
 
 _NO_DIGEST = bytes(8)
 # Share of a tile's values whose steps are kept. A step takes 6 bytes, so this
@@ -64,8 +64,8 @@ class Snapshot:
     self._words = [view.read(named, t).copy() for t in tiles]
     self._digests = digests.copy()
     self._values = sum(w.size for w in self._words)
-    self._fresh: dict[int, steps.Steps] = {}  # of the version being written
-    self._window: list[dict[int, steps.Steps]] = []
+    self._fresh: dict[int, ulp_steps.Steps] = {}  # of the version being written
+    self._window: list[dict[int, ulp_steps.Steps]] = []
     self._kept = 0
     self.origin: records.Link | None = None
     self._origin_digests = self._digests
@@ -105,7 +105,7 @@ class Snapshot:
       )
       return Tile(encoded, pre[:8], post)
     parts = [v[i] for v in (*self._window, self._fresh) if i in v]
-    old = steps.undo(new, steps.compose(parts, new.size))
+    old = ulp_steps.undo(new, ulp_steps.compose(parts, new.size))
     # Whoever is far behind has more to fetch than to compute.
     raw_above = cfg.raw_above_changed_fraction
     encoded = codec.encode(old, new, codec=codec.F, raw_above=raw_above)

@@ -18,10 +18,10 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.model import params as params_lib
-from composer_jax.rollout import capture as capture_lib
+from composer_jax.rollout import device
 from composer_jax.rollout import engine as engine_lib
-from composer_jax.rollout import graph
-from composer_jax.rollout import runner as runner_lib
+from composer_jax.serving import capture as capture_lib
+from composer_jax.serving import graph
 from experiments.bench_suites import mixtral
 from experiments.bench_suites import paired
 from kernels_triton import contract
@@ -261,7 +261,7 @@ class _Programs:
   """What the engine runs on the device for one round, and nothing else."""
 
   def __init__(self, cfg, rollout, params, prompt_tokens, new) -> None:
-    self._runner = runner_lib.Runner(cfg, rollout, params, jax.devices()[0])
+    self._runner = device.Runner(cfg, rollout, params, jax.devices()[0])
     n, rows = rollout.slots, contract.QUERY_ROWS
     width = self._runner.width
     self._table = np.arange(n * width, dtype=np.int32).reshape(n, width)

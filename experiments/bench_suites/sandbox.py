@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import statistics
 import time
 
-from composer_jax.agents import box
-from composer_jax.agents import sandbox
+from composer_jax.sandbox import box
+from composer_jax.sandbox import pool as pool_lib
 from experiments.bench_suites import paired
 
 _STARTED = 16
@@ -27,7 +27,7 @@ async def _median_ms(call: Callable[[], Awaitable[object]], times: int):
   return statistics.median(out)
 
 
-async def _sessions_per_second(pool: sandbox.Pool, times: int) -> float:
+async def _sessions_per_second(pool: pool_lib.Pool, times: int) -> float:
   """Whole sessions of one command, twice as many at a time as sandboxes."""
 
   async def one() -> None:
@@ -52,10 +52,10 @@ async def measure(name: str, rounds: int) -> list[paired.Figure]:
   seconds = []
   for _ in range(max(1, rounds // 2)):
     start = time.perf_counter()
-    async with sandbox.Pool(_STARTED, level=level):
+    async with pool_lib.Pool(_STARTED, level=level):
       seconds.append(time.perf_counter() - start)
   add(f'{_STARTED} sessions up', statistics.median(seconds), 's', most_seconds)
-  async with sandbox.Pool(_WARM, level=level) as pool:
+  async with pool_lib.Pool(_WARM, level=level) as pool:
     async with pool.session() as session:
       files = {'a.py': 'x' * 2000}
       calls = {

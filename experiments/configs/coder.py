@@ -10,7 +10,7 @@ is no next-token phase before RL unless `phases` names one.
 """
 
 from composer_jax import config
-from composer_jax.agents import harbor
+from composer_jax.environments import harbor
 from composer_jax.learner import advantages
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer

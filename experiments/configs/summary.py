@@ -7,7 +7,7 @@ Three arms show what self-summary learns; the controls are
 """
 
 from composer_jax import config
-from composer_jax.agents import relay
+from composer_jax.environments import summary_repair
 from composer_jax.learner import advantages
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer
@@ -19,7 +19,7 @@ def experiment() -> config.Experiment:
       name='summary',
       loss=losses.DppoTv(),
       advantage=advantages.GroupMean(),
-      tasks=relay.Relay(),
+      tasks=summary_repair.Relay(),
       # A branch that is right earns 0.15, both are a success.
       rewards=(verify.Verify(fraction_weight=0.3),),
       # At twice the rate, or with half the prompts, a seed may settle on one

@@ -1,7 +1,7 @@
 """A sparse MoE of a million parameters: the newcomer's run on a laptop CPU."""
 
 from composer_jax import config
-from composer_jax.agents import micro_repair
+from composer_jax.environments import micro_repair
 from composer_jax.learner import advantages
 from composer_jax.learner import losses
 from composer_jax.learner import optimizer

@@ -7,11 +7,11 @@ import tempfile
 
 from absl.testing import absltest
 
-from composer_jax.agents import box
-from composer_jax.agents import grading
-from composer_jax.agents import human_eval
-from composer_jax.agents import sandbox
+from composer_jax.environments import human_eval
 from composer_jax.fleet import ledger as ledger_lib
+from composer_jax.sandbox import box
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool as pool_lib
 from composer_jax.weights import checkpoint
 from tests import finite_config
 from tests import small_run
@@ -25,7 +25,7 @@ class SandboxTest(absltest.TestCase):
 
     async def main(name):
       for _ in range(25):
-        async with sandbox.Pool(8, level=box.Level(name, '')) as pool:
+        async with pool_lib.Pool(8, level=box.Level(name, '')) as pool:
           async with pool.session() as session:
             self.assertTrue((await session.exec('sleep 99 & true')).ok)
 
@@ -44,7 +44,7 @@ class HumanEvalTest(absltest.TestCase):
     drawn = [source.task(k, 'eval') for k in range(164)]
 
     async def main():
-      async with sandbox.Pool(2) as pool:
+      async with pool_lib.Pool(2) as pool:
         grader = grading.Grader(source, pool)
         gold = [grader(t, {'solution.py': source.solution(t)}) for t in drawn]
         empty = [grader(t, t.files) for t in drawn]

@@ -18,17 +18,17 @@ from tests import sampled_policy
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.agents import grading
 from composer_jax.agents import harness
-from composer_jax.agents import chat
-from composer_jax.agents import chat_renderer
-from composer_jax.agents import micro_repair
-from composer_jax.agents import renderer as renderer_lib
-from composer_jax.agents import sandbox
 from composer_jax.agents import tools
+from composer_jax.chat import chat_renderer
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.environments import micro_repair
 from composer_jax.learner import advantages
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import verify
+from composer_jax.sandbox import grading
+from composer_jax.sandbox import pool
 
 _SOURCE = micro_repair.MicroRepair()
 _CFG = config.HarnessConfig(1, 4000, 30_000)
@@ -56,9 +56,9 @@ class _Toy:
     self._random = random.Random(seed)
     task = _SOURCE.task(0, 'train')
     texts = [str(chat_renderer.SCHEMAS), task.files['f.py']]
-    tokenizer = renderer_lib.train_tokenizer(texts, 400)
+    tokenizer = compact_renderer.train_tokenizer(texts, 400)
     self._brace = tokenizer.token_to_id('{')
-    self._renderer = chat_renderer.ChatRenderer(chat.compact(tokenizer))
+    self._renderer = chat_renderer.ChatRenderer(template.compact(tokenizer))
 
   async def _rollout(self, task, knows, breaks):
     old, gold = task.files['f.py'], _SOURCE.solution(task)
@@ -110,7 +110,7 @@ class _Toy:
 
 
 async def _train(dropped, seed):
-  async with sandbox.Pool(1) as played, sandbox.Pool(1) as graded:
+  async with pool.Pool(1) as played, pool.Pool(1) as graded:
     toy = _Toy(dropped, (played, graded), seed)
     for number in range(_STEPS):
       await toy.step(number)

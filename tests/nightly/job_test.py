@@ -11,7 +11,7 @@ import numpy as np
 
 from composer_jax import config_text
 from composer_jax.learner import step
-from composer_jax.runs import digest
+from composer_jax.runs import run_digest
 from tests import small_config
 from tests import small_job
 
@@ -23,7 +23,7 @@ def _digests(workdir):
       small_config.experiment(), *small_job.EDITS, _STEPS
   )
   mesh = step.make_mesh(cfg.mesh)
-  return digest.of_state(digest.restored(cfg, workdir, 'warmup', mesh))
+  return run_digest.of_state(run_digest.restored(cfg, workdir, 'warmup', mesh))
 
 
 class JobTest(absltest.TestCase):

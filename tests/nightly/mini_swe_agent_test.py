@@ -20,12 +20,12 @@ import numpy as np
 import optax
 
 from composer_jax import config
+from composer_jax import task
 from composer_jax import trace
-from composer_jax.agents import chat
 from composer_jax.agents import external
-from composer_jax.agents import renderer
-from composer_jax.agents import tasks
-from composer_jax.agents import tool_calls
+from composer_jax.chat import compact_renderer
+from composer_jax.chat import template
+from composer_jax.chat import tool_calls
 from composer_jax.learner import items
 from composer_jax.learner import losses
 from composer_jax.learner import packing
@@ -39,7 +39,7 @@ _COMMANDS = (
     "sed -i 's/a - b/a + b/' calc.py && cat calc.py",
     'echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT',
 )
-_TASK = tasks.Task(
+_TASK = task.Task(
     't', 'add subtracts.', {'calc.py': 'def add(a, b):\n  return a - b\n'}, ()
 )
 _RUN = """
@@ -70,7 +70,7 @@ _CFG = dataclasses.replace(
 )
 
 
-class _Script(chat.ChatFormat):
+class _Script(template.ChatFormat):
   """Reads the replies of an untrained model, one token each, as commands."""
 
   turn = 0
@@ -160,16 +160,18 @@ class MiniSweAgentTest(absltest.TestCase):
     ).submodule_search_locations
     text = pathlib.Path(shipped[0], 'config', 'mini.yaml').read_text()
     texts = [text, *map(_said, range(len(_COMMANDS)))] * 20
-    tokenizer = renderer.train_tokenizer(texts, _MODEL.vocab)
-    script = _Script(tokenizer, chat.COMPACT_TEMPLATE, [renderer.END])
+    tokenizer = compact_renderer.train_tokenizer(texts, _MODEL.vocab)
+    script = _Script(
+        tokenizer, template.COMPACT_TEMPLATE, [compact_renderer.END]
+    )
     script.stop_ids = frozenset(range(_MODEL.vocab))
     blank = params_lib.init(_MODEL, jax.random.key(0))
     folder = self.create_tempdir('script').full_path
     episode, request = _play(folder, script, params_lib.publish_dtype(blank))
     self.assertIn('a + b', episode.submission['calc.py'], episode)
-    weights, metrics = _learn(*_lesson(chat.compact(tokenizer), request))
+    weights, metrics = _learn(*_lesson(template.compact(tokenizer), request))
     folder = self.create_tempdir('learned').full_path
-    episode, _ = _play(folder, chat.compact(tokenizer), weights)
+    episode, _ = _play(folder, template.compact(tokenizer), weights)
     self.assertEqual(episode.meta['code'], '0')
     self.assertEqual(episode.stop, trace.StopReason.FINISHED)
     self.assertIn('a + b', episode.submission['calc.py'])

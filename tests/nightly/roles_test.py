@@ -16,12 +16,12 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.inspect import divergence
+from composer_jax.inspect import ops
 from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import engine as engine_lib
-from composer_jax.runs import divergence
-from composer_jax.runs import ops
 from kernels_triton import contract
 from kernels_triton import rows
 from tests import bitwise_test

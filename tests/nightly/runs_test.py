@@ -23,11 +23,11 @@ from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
 from composer_jax.learner import step
-from composer_jax.runs import digest
 from composer_jax.runs import evaluate
 from composer_jax.runs import feed
 from composer_jax.runs import manifest
 from composer_jax.runs import replay
+from composer_jax.runs import run_digest
 from composer_jax.weights import checkpoint
 from composer_jax.weights import follow
 from composer_jax.weights import publish
@@ -95,7 +95,7 @@ class RunTest(absltest.TestCase):
     cls.workdir = cls.folder / 'two_cores'
     done = small_run.run('rl', cls.workdir, *_SYNC)
     assert done.returncode == 0, done.stderr
-    cls.digests = dict(digest.of_run(_CFG, cls.workdir))
+    cls.digests = dict(run_digest.of_run(_CFG, cls.workdir))
     cls.store = f'file://{cls.workdir / "weights"}/'
     paths = sorted((cls.workdir / 'trajectories').glob('[0-9]*/*.traj'))
     cls.rollouts = [trace.from_bytes(p.read_bytes()) for p in paths]
@@ -123,7 +123,7 @@ class RunTest(absltest.TestCase):
     command = small_run.command('rl', other, *_SYNC, cache='')
     done = _pinned('0', command)
     self.assertEqual(done.returncode, 0, done.stderr)
-    got = dict(digest.of_run(_CFG, other))
+    got = dict(run_digest.of_run(_CFG, other))
     names = sorted({*got, *self.digests})
     differing = [k for k in names if got.get(k) != self.digests.get(k)]
     code, report = self._ops_of_both()
@@ -136,7 +136,7 @@ class RunTest(absltest.TestCase):
     other = self.folder / 'other'
     done = small_run.run('rl', other, *_SYNC, 'seed=1')
     self.assertEqual(done.returncode, 0, done.stderr)
-    got = dict(digest.of_run(_CFG, other))
+    got = dict(run_digest.of_run(_CFG, other))
     same = [k for k, v in self.digests.items() if got.get(k) == v]
     self.assertNotIn('metrics', same)
     self.assertNotIn('rl/params/embedding', same)
@@ -255,7 +255,7 @@ class RunTest(absltest.TestCase):
         break
     done = small_run.run('rl', workdir, *_SYNC)
     self.assertEqual(done.returncode, 0, done.stderr)
-    self.assertEqual(dict(digest.of_run(_CFG, workdir)), self.digests)
+    self.assertEqual(dict(run_digest.of_run(_CFG, workdir)), self.digests)
 
   def test_a_run_does_not_go_on_under_another_numeric_contract(self):
     command = small_run.command('midtrain', self.workdir, *_SYNC)
@@ -319,7 +319,7 @@ class LongRunTest(absltest.TestCase):
       done = small_run.run('rl', self.folder / name, *edits, config='tiny')
       self.assertEqual(done.returncode, 0, done.stderr)
       cfg = config_text.override(flags.load('tiny'), *edits)
-      found.append(digest.of_run(cfg, self.folder / name))
+      found.append(run_digest.of_run(cfg, self.folder / name))
     self.assertEqual(*found)
 
   def test_many_kills_lose_and_repeat_nothing(self):

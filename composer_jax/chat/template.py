@@ -1,0 +1,359 @@
+"""Chat messages to token ids by a model's own template, and replies back.
+
+A template is the Jinja program that comes with a tokenizer. What the policy
+sampled is never rendered again: a conversation goes on from the exact ids of
+its last reply (`ChatFormat.tail`). Text of a message that spells a special
+token stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import json
+import os
+import re
+from typing import Any
+
+import jinja2
+from jinja2 import ext
+from jinja2 import sandbox
+import tokenizers
+
+from composer_jax.chat import tool_calls
+
+Message = Mapping[str, Any]
+
+# For tokenizers of `renderer.train_tokenizer`: its structure, free text inside.
+COMPACT_TEMPLATE = """\
+{{- '<|bos|>' }}
+{%- if tools %}
+  {{- '<|task|># Tools' }}
+  {%- for tool in tools %}
+    {{- '\n' ~ tool | tojson }}
+  {%- endfor %}
+  {{- '\nCall one with <tool_call>{"name": ..., "arguments": {...}}</tool_call>' }}
+{%- endif %}
+{%- for message in messages %}
+  {%- if message.role == 'assistant' %}
+    {{- '<|act|>' ~ (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+      {{- '<tool_call>' ~ {'name': call.function.name, 'arguments': call.function.arguments} | tojson ~ '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+  {%- elif message.role == 'tool' %}
+    {{- '<|obs|>' ~ message.content }}
+  {%- else %}
+    {{- '<|task|>' ~ message.content }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- '<|act|>' }}
+{%- endif %}
+"""
+
+
+class _Generation(ext.Extension):
+  """`{% generation %}`, with which some templates mark replies."""
+
+  tags = {'generation'}
+
+  def parse(self, parser):
+    next(parser.stream)
+    return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+
+
+def _refuse(message: str):
+  raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+):
+  # Not HTML, which is what Jinja's own filter escapes for.
+  return json.dumps(
+      x,
+      ensure_ascii=ensure_ascii,
+      indent=indent,
+      separators=separators,
+      sort_keys=sort_keys,
+  )
+
+
+@functools.lru_cache(8)
+def _compile(template: str) -> jinja2.Template:
+  """The environment that templates are written for.
+
+  See https://huggingface.co/docs/transformers/chat_templating_writing.
+  """
+  environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True,
+      lstrip_blocks=True,
+      extensions=[_Generation, ext.loopcontrols],
+  )
+  environment.filters['tojson'] = _to_json
+  environment.globals['raise_exception'] = _refuse
+  try:
+    return environment.from_string(template)
+  except jinja2.TemplateSyntaxError as e:
+    raise ValueError(f'chat template, line {e.lineno}: {e.message}') from e
+
+
+def _strings(value: Any) -> Iterator[str]:
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, Mapping):
+    for key, item in value.items():
+      yield from (*_strings(key), *_strings(item))
+  elif isinstance(value, Sequence):
+    for item in value:
+      yield from _strings(item)
+
+
+def _map_strings(value: Any, change) -> Any:
+  if isinstance(value, str):
+    return change(value)
+  if isinstance(value, Mapping):
+    return {change(k): _map_strings(v, change) for k, v in value.items()}
+  if isinstance(value, Sequence):
+    return [_map_strings(item, change) for item in value]
+  return value
+
+
+def _unused(value: Any, count: int) -> list[str]:
+  """Private-use characters that no string of `value` holds."""
+  used = set().union(*_strings(value))
+  free = (c for c in map(chr, range(0xE000, 0xF900)) if c not in used)
+  return [next(free) for _ in range(count)]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+  """A message as templates expect it: arguments as objects."""
+  out = dict(message)
+  if out.get('tool_calls'):
+    out['tool_calls'] = [_plain_call(call) for call in out['tool_calls']]
+  return out
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+  function = dict(call['function'])
+  function['arguments'] = tool_calls.parsed(function['arguments'])
+  return {**call, 'function': function}
+
+
+class ChatFormat:
+  """One model's way to write conversations.
+
+  Attributes:
+    stop_ids: end a reply.
+    vocab_size: of the tokenizer, added tokens included.
+  """
+
+  def __init__(
+      self,
+      tokenizer: tokenizers.Tokenizer,
+      template: str,
+      stop: Sequence[str],
+      names: Mapping[str, str] | None = None,
+      strftime_now: Callable[[str], str] | None = None,
+  ):
+    """Compiles the template.
+
+    Args:
+      tokenizer: of the model.
+      template: Jinja source.
+      stop: special tokens that end a reply.
+      names: what the template calls special tokens: 'bos_token' -> text.
+      strftime_now: the date in a format, for templates that show it. None
+        refuses them: a prompt should not depend on the clock unasked.
+
+    Raises:
+      ValueError: the template does not compile, or a stop token is unknown.
+    """
+    # A copy: in ours, special tokens are never found in text.
+    self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    self._tokenizer.encode_special_tokens = True
+    self._template = _compile(template)
+    self._names: dict[str, Any] = dict(names or {})
+    if strftime_now:
+      self._names['strftime_now'] = strftime_now
+    self._reader = tool_calls.reader_of(template)
+    added = tokenizer.get_added_tokens_decoder()
+    self._special = {t.content: i for i, t in added.items() if t.special}
+    # The longest first, as one may begin with another.
+    ordered = sorted(self._special, key=len, reverse=True)
+    self._split = re.compile('|'.join(map(re.escape, ordered)) or r'(?!)')
+    unknown = [s for s in stop if tokenizer.token_to_id(s) is None]
+    if unknown or not stop:
+      raise ValueError(f'stop={list(stop)}: not in the tokenizer: {unknown}')
+    self.stop_ids = frozenset(tokenizer.token_to_id(s) for s in stop)
+    self.vocab_size = tokenizer.get_vocab_size()
+    hello, _ = self._render([{'role': 'user', 'content': 'Hello'}], ())
+    # Some templates begin the thought themselves.
+    self._opened = '<think>' if hello.rstrip().endswith('<think>') else ''
+
+  def prompt(
+      self, messages: Sequence[Message], tools: Sequence[Message] = ()
+  ) -> list[int]:
+    """The whole conversation, and what a reply begins with.
+
+    Args:
+      messages: as in the OpenAI API, contents as text.
+      tools: on offer, as there.
+
+    Raises:
+      ValueError: the template refuses the conversation.
+    """
+    return self._ids(*self._render(messages, tools))
+
+  def tail(
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Message],
+      known: int,
+      ended: bool,
+  ) -> list[int]:
+    """What follows the exact ids of a reply.
+
+    Args:
+      messages: the whole conversation; messages[known - 1] is the reply.
+      tools: on offer.
+      known: messages whose ids are known.
+      ended: whether the ids of the reply include its stop token.
+
+    Raises:
+      ValueError: see `prompt`.
+    """
+    (mark,) = _unused(messages, 1)
+    stand_in = {'role': 'assistant', 'content': mark}
+    text, hidden = self._render(
+        [*messages[: known - 1], stand_in, *messages[known:]], tools
+    )
+    _, found, rest = text.rpartition(mark)
+    if not found:
+      raise ValueError('chat template: it drops the content of a reply')
+    ids = self._ids(rest, hidden)
+    return ids[1:] if ended and ids[:1] and ids[0] in self.stop_ids else ids
+
+  def around(
+      self,
+      before: str,
+      ids: Sequence[int],
+      after: str,
+      tools: Sequence[Message] = (),
+  ) -> list[int]:
+    """A prompt of one message of the user's, with exact ids inside it.
+
+    Args:
+      before: text in front of the ids.
+      ids: such as were sampled.
+      after: text behind them.
+      tools: on offer.
+
+    Raises:
+      ValueError: see `prompt`.
+    """
+    (mark,) = _unused([before, after], 1)
+    message = {'role': 'user', 'content': f'{before}{mark}{after}'}
+    text, hidden = self._render([message], tools)
+    start, _, end = text.partition(mark)
+    return [*self._ids(start, hidden), *ids, *self._ids(end, hidden)]
+
+  def turn(
+      self, messages: Sequence[Message], tools: Sequence[Message], index: int
+  ) -> tuple[list[int], list[int]]:
+    """A recorded reply as a policy would have come to it.
+
+    Args:
+      messages: of the conversation; those behind the reply are not looked at.
+      tools: on offer.
+      index: of the reply.
+
+    Returns:
+      (ids of the prompt, ids of the reply with its stop token).
+
+    Raises:
+      ValueError: see `prompt`; or the template writes the reply in a way that
+        does not follow its prompt, or without a stop token.
+    """
+    messages = messages[: index + 1]
+    before, hidden = self._render(messages, tools, index)
+    after, _ = self._render(messages, tools)
+    common = len(os.path.commonprefix([before, after]))
+    said = after[common:]
+    if self._opened and before[common:].strip() == self._opened:
+      common, said = len(before), f'</think>\n\n{said.lstrip()}'
+    if common < len(before):
+      raise ValueError('chat template: the reply does not follow its prompt')
+    reply = self._ids(said, hidden)
+    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    if end is None:
+      raise ValueError('chat template: no stop token ends the reply')
+    return self._ids(before, hidden), reply[: end + 1]
+
+  def _render(
+      self, messages, tools, count: int | None = None
+  ) -> tuple[str, dict[str, str]]:
+    """Renders the first `count` messages, or all.
+
+    Returns:
+      (text, stand-ins in it -> special tokens that content spells), the same
+      stand-ins whatever the count.
+    """
+    data = [list(map(_plain, messages)), list(tools)]
+    spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
+    hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
+    for mark, text in sorted(hidden.items(), key=lambda x: -len(x[1])):
+      data = _map_strings(
+          data, lambda s, old=text, new=mark: s.replace(old, new)
+      )
+    try:
+      text = self._template.render(
+          messages=data[0][:count],
+          tools=data[1] or None,
+          documents=None,
+          add_generation_prompt=True,
+          **self._names,
+      )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as e:
+      raise ValueError(f'messages: the chat template refuses them: {e}') from e
+    return text, hidden
+
+  def _ids(self, text: str, hidden: Mapping[str, str]) -> list[int]:
+    ids, at = [], 0
+    for match in [*self._split.finditer(text), None]:
+      piece = text[at : match.start() if match else len(text)]
+      for mark, spelled in hidden.items():
+        piece = piece.replace(mark, spelled)
+      ids += self.encode(piece)
+      if match:
+        ids.append(self._special[match.group()])
+        at = match.end()
+    return ids
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of text, none of which is a special token."""
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def text(self, ids: Sequence[int]) -> str:
+    """Text of ids without the stop token at their end."""
+    if ids and ids[-1] in self.stop_ids:
+      ids = ids[:-1]
+    return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def spelled(self, ids: Sequence[int]) -> str:
+    """Text of ids with every special token; for displays only."""
+    return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
+    """Reads a reply; what is no readable tool call stays content."""
+    return tool_calls.read(self._opened + self.text(ids), self._reader)
+
+  def visible(self, ids: Sequence[int]) -> str:
+    """Content of an unfinished reply that is certain; it only ever grows."""
+    return tool_calls.certain(self._opened + self.text(ids))
+
+
+def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:
+  """The format of models that were trained here."""
+  return ChatFormat(tokenizer, COMPACT_TEMPLATE, ['<|end|>'])

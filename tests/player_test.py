@@ -1,0 +1,107 @@
+"""Rewards of real rollouts on a host: a judge ranks, and its outage is no zero."""
+
+import asyncio
+import collections
+import dataclasses
+import pathlib
+import tempfile
+import time
+
+from absl.testing import absltest
+import jax
+from tests import fresh
+from tests import judge_server
+from tests import sampled_policy
+from tests import small_config
+
+from composer_jax import trace
+from composer_jax.agents import tools
+from composer_jax.chat import compact_renderer
+from composer_jax.rewards import judge as judge_lib
+from composer_jax.rewards import verify
+from composer_jax.runs import player
+from composer_jax.runs import rl
+from composer_jax.weights import publish
+
+_RUBRIC = pathlib.Path(__file__).parents[1] / 'experiments/rubrics/repair.yaml'
+
+
+class _Policy(sampled_policy.ScriptedPolicy):
+  digests = collections.defaultdict(str)
+
+
+class JudgedTest(absltest.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.server = cls.enterClassContext(judge_server.JudgeServer())
+    cls.cfg = small_config.experiment()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.store = f'file://{folder}/'
+    texts = [cls.cfg.tasks.task(k, 'warmup').files['f.py'] for k in range(300)]
+    tokenizer = compact_renderer.train_tokenizer(texts, 512)
+    cls.renderer = compact_renderer.CompactRenderer(tokenizer)
+    params = fresh.params(cls.cfg.model)
+    publisher = publish.Publisher(cls.store, cls.cfg.weights, 'test')
+    publisher.publish(0, rl.published_arrays(params))
+    task = cls.cfg.tasks.task(0, 'train')
+    right = next(
+        edit
+        for edit in cls.cfg.tasks.legal_edits(task)
+        if cls.cfg.tasks._repairs(task, edit)
+    )
+    encode = cls.renderer.encode_turn
+    cls.task, cls.gold = task, encode([right, tools.Done()])
+    cls.nothing = encode([tools.Done()])
+
+  def _play(self, model, *turns, deadline=5.0):
+    judge = judge_lib.Judge(
+        str(_RUBRIC), self.server.url, model, deadline_seconds=deadline
+    )
+    cfg = dataclasses.replace(self.cfg, rewards=(verify.Verify(), judge))
+    began = time.monotonic()
+    with player.RolloutHost(
+        cfg, self.store, self.renderer, device=jax.devices()[3]
+    ) as host:
+
+      async def group():
+        return await asyncio.gather(
+            *(
+                host.rollout(
+                    self.task, f'r/0/{i}', seed=i, policy=_Policy([turn])
+                )
+                for i, turn in enumerate(turns)
+            )
+        )
+
+      out = host.call(group())
+    self.seconds = time.monotonic() - began
+    return out
+
+  def test_a_judge_ranks_successes_below_the_best_and_above_failures(self):
+    best, failed = self._play('correct', self.gold, self.nothing)
+    self.assertEqual((best.reward, failed.reward), (1.0, 0.0))
+    self.assertEqual(best.reward_parts['judge'], 1.0)
+    self.assertEqual(best.reward_parts['behavior/edits'], 1.0)
+    self.assertNotIn('judge', failed.reward_parts)
+    worst, failed = self._play('obeys', self.gold, self.nothing)
+    self.assertAlmostEqual(worst.reward, 0.7)
+    self.assertEqual(worst.reward_parts['passed'], 1.0)
+    self.assertEqual(failed.reward, 0.0)
+
+  def test_an_outage_takes_successes_out_of_the_group_by_its_deadline(self):
+    rollouts = self._play('hangs', *[self.gold, self.nothing] * 8, deadline=0.5)
+    self.assertLess(self.seconds, 20.0)
+    for lost, failed in zip(rollouts[::2], rollouts[1::2], strict=True):
+      self.assertIsNone(lost.reward)
+      self.assertFalse(lost.valid)
+      # Not played again: the judge has had its tries.
+      self.assertEqual(lost.stop, trace.StopReason.FINISHED)
+      self.assertIn('judge_failed', lost.meta['flags'])
+      self.assertTrue(failed.valid)
+      self.assertEqual(failed.reward, 0.0)
+
+
+if __name__ == '__main__':
+  absltest.main()
