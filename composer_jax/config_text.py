@@ -135,6 +135,29 @@ def _list(names: Iterable[str]) -> str:
   return ', '.join(names) or 'none'
 
 
+# Classes that a config of an older run names by where they were.
+_MOVED = {
+    f'composer_jax.agents.{old}': f'composer_jax.environments.{new}'
+    for old, new in (
+        ('harbor:Directory', 'harbor:Directory'),
+        ('human_eval:HumanEval', 'human_eval:HumanEval'),
+        ('micro_repair:MicroRepair', 'micro_repair:MicroRepair'),
+        ('relay:Relay', 'summary_repair:SummaryRepair'),
+    )
+}
+
+
+def _parse(text: str) -> Any:
+  """JSON data of a config, with today's addresses."""
+
+  def moved(data: dict[str, Any]) -> dict[str, Any]:
+    if data.get('type') in _MOVED:
+      data['type'] = _MOVED[data['type']]
+    return data
+
+  return json.loads(text, object_hook=moved)
+
+
 def to_json(cfg: Any) -> str:
   """Writes a config as text; objects carry their type as `module:Class`."""
   return json.dumps(_to_data(cfg, type(cfg).__name__), indent=2) + '\n'
@@ -142,7 +165,7 @@ def to_json(cfg: Any) -> str:
 
 def from_json(text: str) -> Any:
   """Inverse of `to_json`; imports the modules of the objects in it."""
-  return _from_data(json.loads(text))
+  return _from_data(_parse(text))
 
 
 def digest(cfg: Any) -> str:
@@ -195,7 +218,7 @@ def diff(old: str, new: str) -> dict[str, tuple[Any, Any]]:
   Returns:
     Path of every field that differs -> (old, new); None where it is absent.
   """
-  a, b = (dict(_leaves(json.loads(text), '')) for text in (old, new))
+  a, b = (dict(_leaves(_parse(text), '')) for text in (old, new))
   paths = dict.fromkeys([*a, *b])
   return {p: (a.get(p), b.get(p)) for p in paths if a.get(p) != b.get(p)}
 

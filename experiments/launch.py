@@ -87,6 +87,7 @@ def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
       run = pipeline.open_run(
           cfg,
           workdir,
+          run_id=manifest.run_id(workdir),
           mesh=step.make_mesh(cfg.mesh),
           decoder=devices.rollout,
           stop=stop,

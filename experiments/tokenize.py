@@ -61,7 +61,7 @@ def main() -> int:
       values.shard_tokens,
   )
   output = pathlib.Path(values.output)
-  writer = shards.Writer(output, header, encoder.source)
+  writer = shards.ShardWriter(output, header, encoder.source)
   if not writer.index['complete']:
     total = sum(file.size for file in files) // 10**6
     with progress.Progress(total, 'MB', label='tokenize') as bar:

@@ -360,7 +360,7 @@ class IngestTest(parameterized.TestCase):
             2: result(6, 1, 2, 0.0, stop=trace.StopReason.INFRA_ERROR),
         },
     )
-    batch = admission.Batch(0, 5, (group,), (dull,), ((2, 4),), 3, 6)
+    batch = admission.Consumed(0, 5, (group,), (dull,), ((2, 4),), 3, 6)
     got = ingest.metrics(batch)
     want = {
         'groups/trained': 1,
@@ -384,7 +384,7 @@ class IngestTest(parameterized.TestCase):
     }
     for name, value in want.items():
       self.assertAlmostEqual(got[name], value, msg=name)
-    empty = admission.Batch(0, 0, (), (), (), 0, 0)
+    empty = admission.Consumed(0, 0, (), (), (), 0, 0)
     self.assertEqual(ingest.metrics(empty)['groups/trained'], 0)
 
 

@@ -22,7 +22,7 @@ class _Caller(template.ChatFormat):
 
   def parse(self, ids):
     arguments = json.dumps({'command': self.text(ids)})
-    return tool_calls.Reply('run it', (tool_calls.Call('run', arguments),))
+    return tool_calls.Reply('run it', (tool_calls.ToolCall('run', arguments),))
 
   def visible(self, ids):
     return 'run it'[: len(ids)]

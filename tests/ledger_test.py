@@ -33,7 +33,7 @@ def group(prompt, version=0, versions=(0,), lost=False):
 
 
 def batch(step, prompts, untrained=(), in_flight=(), next_prompt=100, **kwargs):
-  return admission.Batch(
+  return admission.Consumed(
       step,
       step,
       tuple(group(p, step, **kwargs) for p in prompts),

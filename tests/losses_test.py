@@ -56,7 +56,7 @@ def _stats(seed=0, dtype=np.float64, poison=None):
       **{k: np.where(mask, v, fill).astype(dtype) for k, v in fields.items()},
       mask=mask.astype(dtype),
       staleness=np.zeros(_SHAPE, np.int32),
-      segments=rollouts.astype(np.int32),
+      rollouts=rollouts.astype(np.int32),
   )
 
 
@@ -82,13 +82,13 @@ def _reference(loss, stats):
   where = [tuple(i) for i in np.argwhere(stats.mask > 0)]
   members = {}
   for i in where:
-    members.setdefault(stats.segments[i], []).append(i)
+    members.setdefault(stats.rollouts[i], []).append(i)
   moment_kept = _second_moment_kept(stats, where, loss)
   for i in where:
     pi, mu = stats.logps[i], stats.behaviour_logps[i]
     a, r = stats.advantages[i], math.exp(pi - mu)
     moved = math.exp(pi) - math.exp(mu)
-    mates = members[stats.segments[i]]
+    mates = members[stats.rollouts[i]]
     drift = [stats.logps[j] - stats.behaviour_logps[j] for j in mates]
     match loss:
       case losses.NextToken():
@@ -139,8 +139,8 @@ def _second_moment_kept(stats, where, loss):
 def _objective(loss, logps, stats):
   """The published objectives of the clipped losses, to be differenced."""
   total = 0.0
-  for rollout in np.unique(stats.segments):
-    on = (stats.mask > 0) & (stats.segments == rollout)
+  for rollout in np.unique(stats.rollouts):
+    on = (stats.mask > 0) & (stats.rollouts == rollout)
     if not on.any():
       continue
     ratio = np.exp(logps[on] - stats.behaviour_logps[on])
@@ -301,7 +301,7 @@ class KlInTheRewardTest(absltest.TestCase):
           entropy=zero,
           mask=jnp.ones_like(logps),
           staleness=jnp.zeros_like(logps, jnp.int32),
-          segments=jnp.asarray(rollouts),
+          rollouts=jnp.asarray(rollouts),
           ref_logps=ref,
       )
       return losses.Composer2(kl=0.7)(stats)[0]
@@ -392,7 +392,7 @@ class LayoutTest(parameterized.TestCase):
           entropy=np.zeros(b.tokens.shape),
           mask=b.sampled.astype(np.float64),
           staleness=b.staleness,
-          segments=b.rollouts,
+          rollouts=b.rollouts,
           ref_logps=ref[b.tokens],
       )
       with jax.enable_x64(True):
@@ -456,7 +456,7 @@ class StaleDataTest(absltest.TestCase):
         entropy=0 * ones,
         mask=ones,
         staleness=jnp.zeros((contexts, group), jnp.int32),
-        segments=jnp.arange(ones.size).reshape(ones.shape),
+        rollouts=jnp.arange(ones.size).reshape(ones.shape),
     )
 
     def objective(theta):

@@ -24,7 +24,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
 
   def __init__(self):
     super().__init__()
-    self.pool = pages.Pool(_COUNT)
+    self.pool = pages.PagePool(_COUNT)
     self.held = []  # (pages, content or None if it must not be found)
     self.written = {}  # page -> all its content depends on
 
@@ -81,20 +81,20 @@ PoolMachineTest = PoolMachine.TestCase
 class PoolTest(absltest.TestCase):
 
   def test_refuses_more_than_there_is(self):
-    pool = pages.Pool(2)
+    pool = pages.PagePool(2)
     pool.take(1)
     with self.assertRaisesRegex(ValueError, '2 pages: only 1 available'):
       pool.take(2)
 
   def test_a_page_cannot_be_dropped_twice(self):
-    pool = pages.Pool(2)
+    pool = pages.PagePool(2)
     taken = pool.take(1)
     pool.drop(taken)
     with self.assertRaises(KeyError):
       pool.drop(taken)
 
   def test_the_longest_idle_goes_first_and_the_end_before_the_start(self):
-    pool, keys = pages.Pool(3), _keys([0, 1, 0])
+    pool, keys = pages.PagePool(3), _keys([0, 1, 0])
     taken = pool.take(3)
     for page, key in zip(taken, keys, strict=True):
       pool.publish(page, [key], None)
@@ -105,7 +105,7 @@ class PoolTest(absltest.TestCase):
     self.assertEqual(pool.find(keys), taken[:2])
 
   def test_equal_keys_of_a_page_are_one(self):
-    pool = pages.Pool(1)
+    pool = pages.PagePool(1)
     (page,) = pool.take(1)
     pool.publish(page, [b'k', b'k'], None)
     self.assertEqual(pool.find([b'k']), [page])
@@ -114,7 +114,7 @@ class PoolTest(absltest.TestCase):
     self.assertEqual(pool.find([b'k']), [])
 
   def test_the_first_page_with_a_key_stays(self):
-    pool = pages.Pool(2)
+    pool = pages.PagePool(2)
     a, b = pool.take(2)
     pool.publish(a, [b'k'], 'a')
     pool.publish(b, [b'k'], 'b')

@@ -61,7 +61,7 @@ class JudgedTest(absltest.TestCase):
     )
     cfg = dataclasses.replace(self.cfg, rewards=(verify.Verify(), judge))
     began = time.monotonic()
-    with player.RolloutHost(
+    with player.Player(
         cfg, self.store, self.renderer, device=jax.devices()[3]
     ) as host:
 

@@ -20,6 +20,7 @@ from composer_jax.weights import publish
 from kernels_triton import contract
 from tests import small_config
 
+_RUN = 'run'
 _STEPS = 3
 
 
@@ -37,6 +38,7 @@ def _run(cfg, workdir):
   return pipeline.open_run(
       cfg,
       pathlib.Path(workdir),
+      run_id=_RUN,
       mesh=step.make_mesh(cfg.mesh),
       decoder=jax.devices()[3],
       stop=lambda: False,
@@ -54,9 +56,7 @@ def _plain(cfg, run, state):
   )
   refills = admission.Pacing.of(cfg.rl).max_refill_groups
   prompt = 0
-  with player.RolloutHost(
-      cfg, run.store, run.renderer, device=run.decoder
-  ) as host:
+  with player.Player(cfg, run.store, run.renderer, device=run.decoder) as host:
     for version in range(_STEPS):
       groups, spent = [], 0
       while len(groups) < cfg.rl.groups_per_step and spent <= refills:
@@ -64,7 +64,7 @@ def _plain(cfg, run, state):
             host.call(
                 host.rollout(
                     cfg.tasks.task(prompt, 'train'),
-                    admission.task_id('offline', prompt, m),
+                    admission.task_id(_RUN, prompt, m),
                     seed=admission.rollout_seed(cfg.seed, prompt, m),
                     oldest_version=version,
                 )

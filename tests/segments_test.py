@@ -53,7 +53,7 @@ class EngineTest(absltest.TestCase):
     publisher = publish.Publisher(self.url, _CFG.weights, 'test')
     arrays = rl.published_arrays(self.params)
     self.version = publisher.publish(0, arrays).version
-    host = player.RolloutHost(
+    host = player.Player(
         _CFG,
         self.url,
         _renderer(),
@@ -160,7 +160,7 @@ class LearnerTest(absltest.TestCase):
           for k, n in enumerate(segments)
       }
       group = admission.Group(0, 0, members)
-      return ingest.metrics(admission.Batch(0, 0, (group,), (), (), 1, 2))
+      return ingest.metrics(admission.Consumed(0, 0, (group,), (), (), 1, 2))
 
     found = metrics(3, 1)
     self.assertEqual(found['segments/count_mean'], 2.0)

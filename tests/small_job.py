@@ -100,6 +100,7 @@ def one_process(workdir, cfg):
   run = pipeline.open_run(
       cfg,
       workdir,
+      run_id='job',
       mesh=step_lib.make_mesh(cfg.mesh),
       decoder=jax.devices()[0],
       stop=lambda: False,

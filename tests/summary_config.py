@@ -18,6 +18,6 @@ HARNESS = config.HarnessConfig(
 def experiment() -> config.Experiment:
   return dataclasses.replace(
       small_config.experiment(),
-      tasks=summary_repair.Relay(facts=2),
+      tasks=summary_repair.SummaryRepair(facts=2),
       harness=HARNESS,
   )

@@ -1,4 +1,4 @@
-"""Relay tasks: fair, told apart by split, and never answered by a demo."""
+"""Tasks of `SummaryRepair`: fair, told apart by split, and never answered by a demo."""
 
 import asyncio
 import random
@@ -20,8 +20,8 @@ from composer_jax.sandbox import grading
 from composer_jax.sandbox import pool as pool_lib
 from experiments.configs import summary
 
-_SOURCE = summary_repair.Relay()
-_TWO = summary_repair.Relay(facts=2)
+_SOURCE = summary_repair.SummaryRepair()
+_TWO = summary_repair.SummaryRepair(facts=2)
 _SPLITS = ('train', 'warmup', 'eval', 'heldout')
 
 
@@ -32,7 +32,7 @@ def _renderer():
   )
 
 
-class RelayTest(parameterized.TestCase):
+class SummaryRepairTest(parameterized.TestCase):
 
   @parameterized.product(source=(_SOURCE, _TWO), split=_SPLITS)
   def test_only_both_constants_solve_a_task(self, source, split):
@@ -92,17 +92,18 @@ class RelayTest(parameterized.TestCase):
     }
     self.assertLen(set.union(*prints.values()), 800)
     self.assertEqual(
-        _SOURCE.task(7, 'eval'), summary_repair.Relay().task(7, 'eval')
+        _SOURCE.task(7, 'eval'), summary_repair.SummaryRepair().task(7, 'eval')
     )
     self.assertNotEqual(
-        _SOURCE.task(7, 'eval'), summary_repair.Relay(seed=1).task(7, 'eval')
+        _SOURCE.task(7, 'eval'),
+        summary_repair.SummaryRepair(seed=1).task(7, 'eval'),
     )
     families = {_SOURCE.task(k, 'heldout').meta['family'] for k in range(40)}
     self.assertEqual(families, set(summary_repair.HELDOUT))
     with self.assertRaisesRegex(ValueError, "split='test'"):
       _SOURCE.task(0, 'test')
     with self.assertRaisesRegex(ValueError, 'inputs=1'):
-      summary_repair.Relay(inputs=1)
+      summary_repair.SummaryRepair(inputs=1)
 
   def test_needs_more_context_than_there_is(self):
     """In the experiment, what `run` shows and the edits exceed the window."""

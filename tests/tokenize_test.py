@@ -104,7 +104,7 @@ class TokenizeTest(parameterized.TestCase):
     encoder = tokenization.open_encoder(tokenizer, field, None)
     header = tokenization.header(encoder, files, dtype, heldout, shard_tokens)
     output = self.folder / out
-    writer = shards.Writer(output, header, encoder.source)
+    writer = shards.ShardWriter(output, header, encoder.source)
     tokenization.run(files, encoder, writer, lambda *_, **__: None)
     return output
 

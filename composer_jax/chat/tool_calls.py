@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
   """One tool call.
 
   Attributes:
@@ -35,12 +35,12 @@ class Reply:
   """
 
   content: str | None
-  tool_calls: tuple[Call, ...] = ()
+  tool_calls: tuple[ToolCall, ...] = ()
   reasoning: str | None = None
 
 
 # Reads what stands between the marks of a call; ValueError if it cannot.
-Reader = Callable[[str], Call]
+Reader = Callable[[str], ToolCall]
 
 
 def parsed(arguments: Any) -> Any:
@@ -54,7 +54,7 @@ def parsed(arguments: Any) -> Any:
   return arguments
 
 
-def _json_call(text: str) -> Call:
+def _json_call(text: str) -> ToolCall:
   fields = json.loads(text)
   if not isinstance(fields, dict) or not isinstance(fields.get('name'), str):
     raise ValueError('no name')
@@ -63,14 +63,14 @@ def _json_call(text: str) -> Call:
     arguments = json.loads(arguments)
   if not isinstance(arguments, dict):
     raise ValueError('arguments are no object')
-  return Call(fields['name'], json.dumps(arguments, ensure_ascii=False))
+  return ToolCall(fields['name'], json.dumps(arguments, ensure_ascii=False))
 
 
 _FUNCTION = re.compile(r'\s*<function=([^>\s]+)>(.*)</function>\s*', re.S)
 _PARAMETER = re.compile(r'<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>', re.S)
 
 
-def _xml_call(text: str) -> Call:
+def _xml_call(text: str) -> ToolCall:
   match = _FUNCTION.fullmatch(text)
   if not match:
     raise ValueError('no function')
@@ -80,16 +80,16 @@ def _xml_call(text: str) -> Call:
       arguments[key] = json.loads(value)
     except (ValueError, RecursionError):
       arguments[key] = value
-  return Call(match[1], json.dumps(arguments, ensure_ascii=False))
+  return ToolCall(match[1], json.dumps(arguments, ensure_ascii=False))
 
 
-def _kimi_call(text: str) -> Call:
+def _kimi_call(text: str) -> ToolCall:
   name, found, arguments = text.partition('<|tool_call_argument_begin|>')
   name, arguments = name.strip(), arguments.strip()
   match = re.fullmatch(r'(?:functions\.)?(.+?)(?::\d+)?', name)
   if not found or not match or not isinstance(json.loads(arguments), dict):
     raise ValueError('no arguments')
-  return Call(match[1], arguments, name)
+  return ToolCall(match[1], arguments, name)
 
 
 _QWEN = re.compile(r'<tool_call>(.*?)</tool_call>', re.S)

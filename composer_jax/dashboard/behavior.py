@@ -19,7 +19,7 @@ _AMOUNTS = {
 }
 
 
-def alarms(run: data.Run) -> dict[str, list[int]]:
+def alarms(run: data.RunData) -> dict[str, list[int]]:
   """Figures that an alarm was raised for -> RL steps that raised it."""
   return {
       key.removeprefix(_ALARM): [int(s) for s in run.series('rl', key)[0]]
@@ -27,7 +27,7 @@ def alarms(run: data.Run) -> dict[str, list[int]]:
   }
 
 
-def lines(run: data.Run) -> list[str]:
+def lines(run: data.RunData) -> list[str]:
   """The alarms in words, one a line."""
   out = []
   for name, steps in alarms(run).items():
@@ -40,7 +40,7 @@ def lines(run: data.Run) -> list[str]:
   return out
 
 
-def section(run: data.Run) -> list[cards.Card]:
+def section(run: data.RunData) -> list[cards.Card]:
   """Rates in one chart, amounts in one each; all of them if there is alarm."""
   if not run.keys('rl', _PREFIX):
     return []

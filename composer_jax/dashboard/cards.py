@@ -30,7 +30,7 @@ class Card:
   wide: bool = False
 
 
-def draw(run: data.Run, names: Mapping[str, str], y_label: str, **limits):
+def draw(run: data.RunData, names: Mapping[str, str], y_label: str, **limits):
   """Draws figures of the RL phase, key -> name, in the order of colors."""
   series = [
       charts.Series(name, *run.series('rl', key), color=color)

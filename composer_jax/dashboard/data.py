@@ -20,7 +20,7 @@ _WHY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunData:
   """What a work directory says about its run.
 
   Attributes:
@@ -66,7 +66,7 @@ def phase_name(phase: str) -> str:
   return _PHASES.get(phase, phase.replace('_', ' '))
 
 
-def pretraining(run: Run) -> list[str]:
+def pretraining(run: RunData) -> list[str]:
   """Phases before RL, in the order of their records."""
   phases = [p for p in run.records if p not in ('rl', 'eval')]
   return sorted(phases, key=lambda p: run.last(p).get('seconds', 0.0))
@@ -86,7 +86,7 @@ def _records(text: str) -> dict[str, list[dict[str, Any]]]:
   }
 
 
-def load(workdir: str | os.PathLike[str]) -> Run:
+def load(workdir: str | os.PathLike[str]) -> RunData:
   """Reads a work directory.
 
   Raises:
@@ -109,7 +109,7 @@ def load(workdir: str | os.PathLike[str]) -> Run:
     raise ValueError(
         f'workdir={workdir}: no run here (wants any of {", ".join(_WHY)})'
     )
-  return Run(
+  return RunData(
       workdir=workdir,
       config=found.get('config.json', {}),
       manifest=found.get('manifest.json', {}),

@@ -94,7 +94,7 @@ class Check:
 
 
 def _ends(
-    run: data.Run, prefix: str, kind: str
+    run: data.RunData, prefix: str, kind: str
 ) -> tuple[float, float, str] | None:
   """(before, after, note) from the summary, or else from what was recorded."""
   if prefix == 'eval':
@@ -110,7 +110,7 @@ def _ends(
   return y[0], y[-1], note if len(x) > 1 else 'so far before RL only'
 
 
-def headlines(run: data.Run) -> list[Headline]:
+def headlines(run: data.RunData) -> list[Headline]:
   """Pass@1 before and after RL, from the summary or the evaluations so far."""
   tasks, out = sections.evaluation_tasks(run), []
   for prefix, group in sections.HELDOUT.items():
@@ -123,7 +123,7 @@ def headlines(run: data.Run) -> list[Headline]:
   return out
 
 
-def checks(run: data.Run) -> list[Check]:
+def checks(run: data.RunData) -> list[Check]:
   """The exact claims of the run: zeros that must be zeros."""
   s = run.summary
   audit, weights = s.get('audit', {}), s.get('weights', {})
@@ -196,7 +196,7 @@ def checks(run: data.Run) -> list[Check]:
   ]
 
 
-def facts(run: data.Run) -> list[tuple[str, str]]:
+def facts(run: data.RunData) -> list[tuple[str, str]]:
   """Plain closing figures, those that exist."""
   s = run.summary
   out = []
@@ -229,7 +229,7 @@ def facts(run: data.Run) -> list[tuple[str, str]]:
   return out
 
 
-def notes(run: data.Run) -> list[str]:
+def notes(run: data.RunData) -> list[str]:
   """What a reader of the headlines has to know."""
   out = [
       'Before: the warm-started model just before RL. ± is one standard error'
@@ -253,7 +253,7 @@ def notes(run: data.Run) -> list[str]:
   return out
 
 
-def setup(run: data.Run) -> list[tuple[str, str]]:
+def setup(run: data.RunData) -> list[tuple[str, str]]:
   """The choices that make the run what it is, those that are known."""
   known = {**dict(flatten(run.manifest)), **dict(flatten(run.config))}
 
@@ -280,7 +280,7 @@ def flatten(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
     yield path, text
 
 
-def state(run: data.Run) -> str:
+def state(run: data.RunData) -> str:
   """One line: how far the run is."""
   done = [
       f'{records[-1]["step"]:,} steps of {data.phase_name(phase)}'
@@ -295,7 +295,7 @@ def state(run: data.Run) -> str:
   return f'{head}: {", ".join(done)}{tail}' if done else head
 
 
-def render(run: data.Run) -> str:
+def render(run: data.RunData) -> str:
   """The page as text."""
   environment = jinja2.Environment(
       loader=jinja2.PackageLoader('composer_jax.dashboard'),

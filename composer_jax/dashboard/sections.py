@@ -22,17 +22,17 @@ def standard_error(p: float, tasks: int | None) -> float | None:
   return math.sqrt(max(0.0, p * (1 - p)) / tasks) if tasks else None
 
 
-def evaluation_tasks(run: data.Run) -> int | None:
+def evaluation_tasks(run: data.RunData) -> int | None:
   """Tasks of one evaluation, from the config."""
   return run.config.get('evaluation', {}).get('tasks')
 
 
-def chance(run: data.Run, prefix: str) -> float | None:
+def chance(run: data.RunData, prefix: str) -> float | None:
   """Share of a `HELDOUT` split's tasks that one random legal edit solves."""
   return run.summary.get('evaluation', {}).get(_CHANCE[prefix])
 
 
-def same_version(run: data.Run) -> tuple[int, int]:
+def same_version(run: data.RunData) -> tuple[int, int]:
   """Trained tokens: those of the trainer's own version, and all of them."""
   same = total = 0.0
   for record in run.records.get('rl', ()):
@@ -42,7 +42,7 @@ def same_version(run: data.Run) -> tuple[int, int]:
   return round(same), round(total)
 
 
-def _reward(run: data.Run) -> cards.Card:
+def _reward(run: data.RunData) -> cards.Card:
   x, y = run.series('rl', 'reward/mean')
   window = max(1, min(20, len(y) // 10))
   best = run.series('rl', 'reward/best_of_group')
@@ -66,7 +66,7 @@ def _reward(run: data.Run) -> cards.Card:
   return cards.Card('Train reward and best of group', note, chart)
 
 
-def _heldout(run: data.Run, prefix: str, note: str) -> cards.Card:
+def _heldout(run: data.RunData, prefix: str, note: str) -> cards.Card:
   tasks = evaluation_tasks(run)
   series = []
   for color, kind in enumerate(('sampled', 'greedy')):
@@ -86,7 +86,7 @@ def _heldout(run: data.Run, prefix: str, note: str) -> cards.Card:
   return cards.Card(f'{HELDOUT[prefix]}, pass@1', note, chart)
 
 
-def _learning(run: data.Run) -> list[cards.Card]:
+def _learning(run: data.RunData) -> list[cards.Card]:
   clip = run.config.get('rl_optimizer', {}).get('clip_norm')
   return [
       _reward(run),
@@ -122,7 +122,7 @@ def _learning(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def _segments(run: data.Run) -> list[cards.Card]:
+def _segments(run: data.RunData) -> list[cards.Card]:
   """Of a run whose rollouts went past their context window; else nothing."""
   if not run.keys('rl', 'segments/'):
     return []
@@ -165,7 +165,7 @@ def _segments(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def _histogram(run: data.Run) -> cards.Card:
+def _histogram(run: data.RunData) -> cards.Card:
   totals: list[float] = []
   for record in run.records.get('rl', ()):
     counts = record.get('staleness/histogram') or []
@@ -183,7 +183,7 @@ def _histogram(run: data.Run) -> cards.Card:
   return cards.Card('Version lag of trained tokens', note, chart)
 
 
-def _staleness(run: data.Run) -> cards.Card:
+def _staleness(run: data.RunData) -> cards.Card:
   bound = run.config.get('rl', {}).get('max_staleness_versions')
   note = 'Trainer version minus the version that sampled a trained token.'
   if bound is not None:
@@ -200,7 +200,7 @@ def _staleness(run: data.Run) -> cards.Card:
   return cards.Card('Staleness', note, cards.draw(run, names, 'versions'))
 
 
-def _mismatch(run: data.Run) -> cards.Card:
+def _mismatch(run: data.RunData) -> cards.Card:
   x, same = run.series('rl', 'mismatch/kl_same_version')
   chart = cards.draw(
       run,
@@ -233,7 +233,7 @@ def _mismatch(run: data.Run) -> cards.Card:
   return cards.Card('Mismatch KL', note, chart, alarm=True)
 
 
-def _asynchrony(run: data.Run) -> list[cards.Card]:
+def _asynchrony(run: data.RunData) -> list[cards.Card]:
   kept_out = run.keys('rl', 'loss/dropped') + run.keys('rl', 'loss/capped')
   names = {k: k.removeprefix('loss/').replace('_', ' ') for k in kept_out}
   return [
@@ -271,7 +271,7 @@ def _asynchrony(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def _weights(run: data.Run) -> list[cards.Card]:
+def _weights(run: data.RunData) -> list[cards.Card]:
   x, size = run.series('rl', 'weights/delta_bytes')
   delta = charts.Series('delta', x, [b / 1e3 for b in size])
   _, ratio = run.series('rl', 'weights/ratio')
@@ -300,7 +300,7 @@ def _weights(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def _by_source(run: data.Run, phases: list[str]) -> list[cards.Card]:
+def _by_source(run: data.RunData, phases: list[str]) -> list[cards.Card]:
   """Held-out bits per byte of each source, where there are several."""
   prefix = 'bits_per_byte/'
   names = dict.fromkeys(k for p in phases for k in run.keys(p, prefix))
@@ -326,7 +326,7 @@ def _by_source(run: data.Run, phases: list[str]) -> list[cards.Card]:
   ]
 
 
-def _pretraining(run: data.Run) -> list[cards.Card]:
+def _pretraining(run: data.RunData) -> list[cards.Card]:
   phases = data.pretraining(run)
 
   def draw(key, label, low):
@@ -357,7 +357,7 @@ def _pretraining(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def build(run: data.Run) -> list[tuple[str, list[cards.Card]]]:
+def build(run: data.RunData) -> list[tuple[str, list[cards.Card]]]:
   """All sections of the page, in reading order."""
   return [
       ('Learning', _learning(run)),

@@ -70,7 +70,7 @@ def answer(side: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def build(run: data.Run) -> list[dict[str, Any]]:
+def build(run: data.RunData) -> list[dict[str, Any]]:
   """The tasks of `showcase.json`, with both answers of each."""
   return [
       {

@@ -23,7 +23,7 @@ def _with_rest(
   return {**parts, rest: max(0.0, whole - sum(parts.values()))}
 
 
-def section(run: data.Run) -> list[cards.Card]:
+def section(run: data.RunData) -> list[cards.Card]:
   """The cards: whole run, trainer, rollout side, speed."""
   records = [r for r in run.records.get('rl', ()) if 'time/step' in r]
   steps = [r['step'] for r in records]
@@ -94,7 +94,7 @@ def section(run: data.Run) -> list[cards.Card]:
   ]
 
 
-def _stages(run: data.Run, rl: float) -> dict[str, float]:
+def _stages(run: data.RunData, rl: float) -> dict[str, float]:
   """Seconds of the run's stages; `rl` is the sum of its RL steps."""
   ends = {
       phase: max(r.get('seconds', 0.0) for r in records)

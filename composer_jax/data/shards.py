@@ -62,7 +62,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
   return index
 
 
-class Writer:
+class ShardWriter:
   """Appends shards to a folder, from where another writer stopped.
 
   Attributes:

@@ -217,7 +217,7 @@ def header(
 def run(
     files: Sequence[inputs.File],
     encoder: Encoder,
-    writer: shards.Writer,
+    writer: shards.ShardWriter,
     moved: Callable[..., None],
 ) -> None:
   """Encodes what is not yet in the shards.

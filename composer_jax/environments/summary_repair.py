@@ -88,7 +88,7 @@ class _Instance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Relay:
+class SummaryRepair:
   """Task source; splits are train, warmup, eval (other instances), heldout.
 
   Attributes:
@@ -103,9 +103,9 @@ class Relay:
 
   def __post_init__(self):
     if self.facts not in (1, 2):
-      raise ValueError(f'Relay.facts={self.facts}: must be 1 or 2')
+      raise ValueError(f'SummaryRepair.facts={self.facts}: must be 1 or 2')
     if not 2 <= self.inputs <= 64:
-      raise ValueError(f'Relay.inputs={self.inputs}: must be in [2, 64]')
+      raise ValueError(f'SummaryRepair.inputs={self.inputs}: must be in [2, 64]')
 
   def task(self, index: int, split: str) -> task_lib.Task:
     return _instance(self, index, split).task
@@ -211,7 +211,7 @@ def _cases(
 
 
 @functools.lru_cache(maxsize=8192)
-def _instance(source: Relay, index: int, split: str) -> _Instance:
+def _instance(source: SummaryRepair, index: int, split: str) -> _Instance:
   if split not in _SPLITS:
     raise ValueError(f'split={split!r}: must be one of {sorted(_SPLITS)}')
   held = split == 'heldout'

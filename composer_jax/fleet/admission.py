@@ -139,7 +139,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class Consumed:
   """What one optimizer step consumes.
 
   Attributes:
@@ -291,7 +291,7 @@ def add(state: Assembly, prompt: int, member: int, result: Member) -> Assembly:
   return dataclasses.replace(state, groups=groups, untrained=untrained)
 
 
-def take(state: Assembly) -> tuple[Batch, Assembly] | None:
+def take(state: Assembly) -> tuple[Consumed, Assembly] | None:
   """The next batch, or None while it has to wait.
 
   Full batches are the B oldest complete groups. A short batch is given only
@@ -326,7 +326,7 @@ def take(state: Assembly) -> tuple[Batch, Assembly] | None:
         f' first because {refused[0]}'
     )
   held = [m.cursor - 1 for g in left.values() for m in g.members.values()]
-  batch = Batch(
+  batch = Consumed(
       step=state.steps,
       version=state.base + state.steps,
       groups=taken,

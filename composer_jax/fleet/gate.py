@@ -86,7 +86,7 @@ class Gate:
     result = admission.Member(cursor, seed, sha256, trajectory, refused)
     self._set(admission.add(self.state, prompt, member, result))
 
-  async def take(self) -> admission.Batch | None:
+  async def take(self) -> admission.Consumed | None:
     """Waits for the next batch; None: the source is exhausted and consumed."""
     while not self.state.finished:
       taken = admission.take(self.state)

@@ -94,7 +94,7 @@ def _windows(rollouts: list[trace.Trajectory]) -> dict[str, float]:
   }
 
 
-def metrics(batch: admission.Batch) -> dict[str, float]:
+def metrics(batch: admission.Consumed) -> dict[str, float]:
   """Lag and losses of a batch; lags in weight versions.
 
   `submit_lag` is the trainer's version minus the one published when the group

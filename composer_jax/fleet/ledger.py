@@ -151,7 +151,7 @@ def record(group: admission.Group) -> GroupRecord:
   )
 
 
-def commit(ledger: Ledger, batch: admission.Batch, digest: str) -> Ledger:
+def commit(ledger: Ledger, batch: admission.Consumed, digest: str) -> Ledger:
   """The ledger after the step that consumes `batch`.
 
   Args:

@@ -48,7 +48,7 @@ class TokenStats:
   entropy: jax.Array  # f32 [B T], nats
   mask: jax.Array  # f32 [B T]
   staleness: jax.Array  # i32 [B T], versions
-  segments: jax.Array  # i32 [B T], rollout number in the batch, 0 = pad
+  rollouts: jax.Array  # i32 [B T], number in the batch, 0 = pad
   ref_logps: jax.Array | None = None  # f32 [B T]
 
 

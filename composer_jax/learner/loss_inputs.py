@@ -25,7 +25,7 @@ def masked(batch: Batch, logps, entropy, ref_logps) -> TokenStats:
       entropy=lax.stop_gradient(keep(entropy)),
       mask=mask.astype(jnp.float32),
       staleness=batch.staleness,
-      segments=batch.rollouts,
+      rollouts=batch.rollouts,
       ref_logps=None if ref_logps is None else keep(ref_logps),
   )
 
@@ -97,7 +97,7 @@ def check_loss(loss: batch_lib.Loss) -> None:
       entropy=real,
       mask=real,
       staleness=whole,
-      segments=whole,
+      rollouts=whole,
       ref_logps=real if needs_reference(loss) else None,
   )
   jax.eval_shape(functools.partial(per_token, loss), stats)

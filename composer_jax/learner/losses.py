@@ -133,7 +133,7 @@ class DppoTv:
     fixed, ratio = jax.lax.stop_gradient((log_ratio, jnp.exp(log_ratio)))
     moved = jnp.exp(s.logps) - jnp.exp(s.behaviour_logps)
     outside = moved * jnp.sign(s.advantages) > self.width
-    count, drifts = rollout_sums(s.segments, s.mask, fixed * s.mask)
+    count, drifts = rollout_sums(s.rollouts, s.mask, fixed * s.mask)
     behind = -drifts / jnp.maximum(count, 1.0)
     negative = s.advantages < 0
     if self.sequence_drift is None:
@@ -187,7 +187,7 @@ class Composer2:
             ' a reference model or set 0'
         )
       k1 = jax.lax.stop_gradient(_log_ratio(s.logps, s.ref_logps))
-      (total,) = rollout_sums(s.segments, k1 * s.mask)
+      (total,) = rollout_sums(s.rollouts, k1 * s.mask)
       s = s.replace(advantages=s.advantages - self.kl * total)
       metrics = {'loss/k1': batch.Mean.of(k1, s.mask)}
     ratio = jnp.exp(_log_ratio(s.logps, s.behaviour_logps))
@@ -271,7 +271,7 @@ class Gspo:
   ) -> tuple[jax.Array, batch.Metrics]:
     s = _clean(stats)
     log_ratio = jax.lax.stop_gradient(_log_ratio(s.logps, s.behaviour_logps))
-    count, drifts = rollout_sums(s.segments, s.mask, log_ratio * s.mask)
+    count, drifts = rollout_sums(s.rollouts, s.mask, log_ratio * s.mask)
     n = jnp.maximum(count, 1.0)
     ratio = jnp.exp(drifts / n)
     above = (s.advantages > 0) & (ratio > 1 + self.high)

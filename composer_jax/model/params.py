@@ -67,7 +67,7 @@ class Layers:
 
 
 @struct.dataclass
-class Mtp:
+class MtpParams:
   """One layer for every further token that is predicted; see `model.mtp`."""
 
   norm: jax.Array = _param('layers embed', 'ones')
@@ -84,7 +84,7 @@ class Params:
   layers: Layers
   norm: jax.Array = _param('embed', 'ones')
   unembed: jax.Array = _param('embed head')
-  mtp: Mtp  # trained before RL only, and never published
+  mtp: MtpParams  # trained before RL only, and never published
 
   @property
   def head(self) -> jax.Array:

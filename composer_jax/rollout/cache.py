@@ -33,7 +33,7 @@ class SlotCache:
   """
 
   def __init__(self, slots: int, width: int, pages: int, root: bytes) -> None:
-    self.pool = pages_lib.Pool(pages)
+    self.pool = pages_lib.PagePool(pages)
     self.table = np.full((slots, width), pages, np.int32)
     self.held = np.zeros(slots, np.int32)
     self._root = root

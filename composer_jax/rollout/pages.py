@@ -22,7 +22,7 @@ def chain(key: bytes, *content: bytes) -> bytes:
   return hashlib.blake2b(b''.join((key, *content)), digest_size=16).digest()
 
 
-class Pool:
+class PagePool:
   """A fixed number of pages, counted references, least recently used out.
 
   Every page is exactly one of: free, held, idle (published but not held).

@@ -102,7 +102,7 @@ def disjoint(
 
 def evaluate(
     cfg: config.Experiment,
-    host: player.RolloutHost,
+    host: player.Player,
     version: int,
     splits: Iterable[str] = tuple(SPLITS),
     ended: Callable[[], None] = lambda: None,
@@ -187,7 +187,7 @@ def stored_host(
     workdir: pathlib.Path,
     version: int | None,
     device: jax.Device,
-) -> player.RolloutHost:
+) -> player.Player:
   """A host on one published version of an existing run, which it only reads.
 
   Args:
@@ -204,7 +204,7 @@ def stored_host(
   if not folder.exists():
     raise ValueError(f'{folder}: no version has been published yet')
   url = f'file://{folder.resolve()}/'
-  return player.RolloutHost(
+  return player.Player(
       cfg,
       url,
       base_model.renderer(cfg, stored_model.read(url)),
@@ -214,7 +214,7 @@ def stored_host(
 
 
 def showcase(
-    cfg: config.Experiment, host: player.RolloutHost, version: int
+    cfg: config.Experiment, host: player.Player, version: int
 ) -> list[trace.Trajectory]:
   """Greedy episodes of the first few held-out tasks."""
   tasks = tasks_of(cfg, 'eval')[: cfg.evaluation.showcase]

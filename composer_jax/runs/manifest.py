@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 from typing import Any
+import uuid
 
 from composer_jax import config
 from composer_jax import config_text
@@ -76,6 +77,7 @@ def build(
       'processor': _processor(),
       'processors': os.cpu_count(),
       'python': platform.python_version(),
+      'run': uuid.uuid4().hex[:12],
       'versions': _versions(),
       'xla_flags': xla_flags,
   }
@@ -122,8 +124,9 @@ _NUMERIC = frozenset(
     )
 )
 _NUMERIC_GROUPS = ('contract.', 'mesh.')
-# Where, not what; and what other fields say already.
-_NOT_COMPARED = ('command', 'config', 'contract_digest', 'history')
+# Where or which, not what; and what other fields say already.
+_NOT_COMPARED = ('command', 'config', 'contract_digest', 'history', 'run')
+_UNNAMED = 'offline'  # runs of versions that gave them no id
 
 
 def begin(
@@ -213,6 +216,14 @@ def is_run(workdir: pathlib.Path) -> bool:
   except (OSError, ValueError):
     return False
   return isinstance(head, dict) and head.get('format') == FORMAT
+
+
+def run_id(workdir: pathlib.Path) -> str:
+  """Returns the id of a run, the first part of its rollouts' ids.
+
+  No two runs have the same one, and a run keeps it when it is continued.
+  """
+  return json.loads((workdir / FILE).read_text()).get('run', _UNNAMED)
 
 
 def write(path: pathlib.Path, text: str) -> None:

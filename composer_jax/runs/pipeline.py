@@ -48,6 +48,7 @@ class Run:
 
   Attributes:
     cfg: the resolved experiment.
+    run_id: of no other run.
     workdir: of the run.
     mesh: the trainer's.
     decoder: device of the decode engine.
@@ -58,6 +59,7 @@ class Run:
   """
 
   cfg: config.Experiment
+  run_id: str
   workdir: pathlib.Path
   mesh: jax.sharding.Mesh
   decoder: jax.Device
@@ -80,6 +82,7 @@ def open_run(
     cfg: config.Experiment,
     workdir: pathlib.Path,
     *,
+    run_id: str,
     mesh: jax.sharding.Mesh,
     decoder: jax.Device,
     stop: Callable[[], bool],
@@ -105,6 +108,7 @@ def open_run(
   }
   return Run(
       cfg=cfg,
+      run_id=run_id,
       workdir=workdir,
       mesh=mesh,
       decoder=decoder,
@@ -202,7 +206,7 @@ def reinforcement(
   version = publisher.resume(
       rl.published_arrays(state.params), len(ledger.steps)
   )
-  host = player.RolloutHost(cfg, run.store, run.renderer, device=run.decoder)
+  host = player.Player(cfg, run.store, run.renderer, device=run.decoder)
   with host:
     print('compiling the decode programs; later runs find them cached')
     host.engine.warmup()
@@ -211,6 +215,7 @@ def reinforcement(
         state,
         host,
         publisher,
+        run_id=run.run_id,
         version=version,
         ledger=ledger,
         saver=saver,
@@ -226,7 +231,7 @@ def reinforcement(
   return state, complete
 
 
-def measure(run: Run, host: player.RolloutHost, at: int, version: int) -> None:
+def measure(run: Run, host: player.Player, at: int, version: int) -> None:
   """Evaluates a version and records it; keeps the showcase at both ends."""
   began = time.perf_counter()
   scores = evaluate.evaluate(run.cfg, host, version)

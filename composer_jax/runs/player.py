@@ -72,7 +72,7 @@ class BusyClock:
       self.seconds += time.perf_counter() - self._since
 
 
-class RolloutHost:
+class Player:
   """Engine, weight feed, sandboxes and grader behind one event loop.
 
   Attributes:

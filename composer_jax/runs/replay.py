@@ -30,6 +30,7 @@ from composer_jax.model import decode
 from composer_jax.model import params as params_lib
 from composer_jax.rollout import sampling
 from composer_jax.runs import feed
+from composer_jax.runs import manifest
 from composer_jax.runs import player
 from composer_jax.runs import rl
 from composer_jax.runs import rollouts
@@ -168,7 +169,8 @@ class Recorded:
 
 def _played(
     cfg: config.Experiment,
-    host: player.RolloutHost,
+    host: player.Player,
+    run_id: str,
     weights: Mapping[int, Weights],
     record: ledger_lib.GroupRecord,
 ) -> admission.Group:
@@ -184,7 +186,7 @@ def _played(
     trajectory = host.call(
         host.rollout(
             rollouts.training_task(cfg, record.task),
-            admission.task_id(rollouts.RUN, record.prompt, r.member),
+            admission.task_id(run_id, record.prompt, r.member),
             seed=r.seed,
             policy=Recorded(cfg, weights, segments),
         )
@@ -198,7 +200,7 @@ def run(
     cfg: config.Experiment,
     workdir: pathlib.Path,
     ledger: ledger_lib.Ledger,
-    host: player.RolloutHost,
+    host: player.Player,
     mesh: jax.sharding.Mesh,
     ended: Callable[[], None] = lambda: None,
 ) -> Replay:
@@ -206,7 +208,7 @@ def run(
 
   Args:
     cfg: the run's experiment.
-    workdir: of the run; only checkpoints are read.
+    workdir: of the run; its id and its checkpoints are read.
     ledger: of its newest checkpoint.
     host: with sandboxes and a grader; its engine is not used.
     mesh: the trainer's.
@@ -234,7 +236,7 @@ def run(
       return Replay(number, count, unverified, f'weights of step {number}')
     groups = []
     for old in (*record.trained, *record.untrained):
-      group = _played(cfg, host, weights, old)
+      group = _played(cfg, host, manifest.run_id(workdir), weights, old)
       count += len(group.members)
       if any(r.outcome != 'valid' for r in old.rollouts):
         unverified += 1
@@ -243,7 +245,7 @@ def run(
         return Replay(number, count, unverified, what)
       groups.append(group)
     trained = len(record.trained)
-    batch = admission.Batch(
+    batch = admission.Consumed(
         step=number,
         version=record.version,
         groups=tuple(groups[:trained]),

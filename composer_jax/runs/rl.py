@@ -1,4 +1,4 @@
-"""Offline RL: one loop, synchronous (S = 0) or asynchronous (S > 0).
+"""Asynchronous on-policy RL: one loop, synchronous with S = 0.
 
 The host's event loop dispatches prompts through the admission gate, plays
 them and files results; the trainer's thread takes batches, steps, hands the
@@ -101,7 +101,7 @@ class Outbox:
 class Meter:
   """Time and token counts of one step, from totals of the rollout side."""
 
-  def __init__(self, host: player.RolloutHost):
+  def __init__(self, host: player.Player):
     self._host = host
     self._stats = host.engine.stats()
     self._environment = host.environment.seconds
@@ -156,7 +156,7 @@ _publish_dtype = jax.jit(params_lib.publish_dtype)
 
 
 def _items(
-    cfg: config.Experiment, batch: admission.Batch
+    cfg: config.Experiment, batch: admission.Consumed
 ) -> tuple[list[items.Item], int]:
   """Segments to train with their advantages, and the number of rollouts."""
   rollouts, weights = [], []
@@ -172,7 +172,7 @@ def _items(
 def train(
     cfg: config.Experiment,
     state: batch_lib.TrainState,
-    batch: admission.Batch,
+    batch: admission.Consumed,
     *,
     tx: Any,
     mesh: jax.sharding.Mesh,
@@ -215,17 +215,18 @@ def _shape(cfg: config.Experiment) -> packing.Shape:
   )
 
 
-def _keep(batch: admission.Batch, folder: pathlib.Path) -> None:
+def _keep(batch: admission.Consumed, folder: pathlib.Path) -> None:
   """Writes a few trajectories of the step, evenly over its groups."""
   folder = folder / f'{batch.step:06d}'
   folder.mkdir(parents=True, exist_ok=True)
   every = [t for g in batch.groups for t in g.rollouts]
   for t in every[:: max(1, len(every) // _KEPT_PER_STEP)][:_KEPT_PER_STEP]:
-    path = folder / (t.task_id.replace('/', '-') + '.traj')
+    prompt, member = admission.parse_task_id(t.task_id)
+    path = folder / f'{prompt}-{member}.traj'
     path.write_bytes(trace.to_bytes(t))
 
 
-def _rewards(batch: admission.Batch) -> dict[str, float]:
+def _rewards(batch: admission.Consumed) -> dict[str, float]:
   groups = batch.groups + batch.untrained
   rewards = [[t.reward for t in g.rollouts] for g in groups]
   rewards = [r for r in rewards if r]
@@ -248,7 +249,7 @@ def _rewards(batch: admission.Batch) -> dict[str, float]:
   }
 
 
-def _behavior(batch: admission.Batch) -> dict[str, float]:
+def _behavior(batch: admission.Consumed) -> dict[str, float]:
   """Means of the signals of all rollouts of a step."""
   parts = [
       t.reward_parts for g in batch.groups + batch.untrained for t in g.rollouts
@@ -281,9 +282,10 @@ def _due(done: int, every: int, steps: int) -> bool:
 def run(
     cfg: config.Experiment,
     state: batch_lib.TrainState,
-    host: player.RolloutHost,
+    host: player.Player,
     publisher: publish.Publisher,
     *,
+    run_id: str,
     version: trace.WeightVersion,
     ledger: ledger_lib.Ledger,
     saver: checkpoint.Checkpointer,
@@ -302,6 +304,7 @@ def run(
     state: masters and optimizer state that `ledger` belongs to.
     host: the rollout side, serving `version`.
     publisher: of the weight store.
+    run_id: first part of the rollouts' ids.
     version: the published version of `state`.
     ledger: what those weights have been trained on.
     saver: of checkpoints; the ledger is saved with the weights.
@@ -330,7 +333,7 @@ def run(
   with (
       contextlib.closing(Outbox(publisher, version, writer)) as outbox,
       contextlib.closing(
-          rollouts_lib.Rollouts(cfg, host, ledger, version)
+          rollouts_lib.Rollouts(cfg, host, ledger, version, run_id)
       ) as rollouts,
       progress.Progress(rl.steps, 'step', label='rl', start=done) as bar,
   ):

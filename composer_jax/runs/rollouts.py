@@ -24,7 +24,6 @@ from composer_jax.fleet import queue as queue_lib
 from composer_jax.runs import player
 from composer_jax.weights import publish
 
-RUN = 'offline'
 _MAX_ATTEMPTS = 3
 _TALLIES = 32  # kept; more than a prompt's admission can lag behind
 
@@ -47,11 +46,13 @@ class Rollouts:
   def __init__(
       self,
       cfg: config.Experiment,
-      host: player.RolloutHost,
+      host: player.Player,
       ledger: ledger_lib.Ledger,
       version: trace.WeightVersion,
+      run_id: str,
   ):
     self._cfg = cfg
+    self._run_id = run_id
     self._host = host
     self._ledger = ledger
     state = ledger_lib.resume(ledger, admission.Pacing.of(cfg.rl), version)
@@ -121,11 +122,11 @@ class Rollouts:
       if not curriculum.has(self._cfg.tasks, prompt, rl.candidates_per_prompt):
         self.gate.exhaust()
         return
-      await self.gate.admit(admission.task_id(RUN, prompt, 0))
+      await self.gate.admit(admission.task_id(self._run_id, prompt, 0))
       task = self._choose(prompt)
       for member in range(rl.rollouts_per_group):
         seed = admission.rollout_seed(self._cfg.seed, prompt, member)
-        task_id = admission.task_id(RUN, prompt, member)
+        task_id = admission.task_id(self._run_id, prompt, member)
         await self.queue.offer(task_id, {'task': task, 'seed': seed})
 
   async def _work(self) -> None:
@@ -175,14 +176,14 @@ class Rollouts:
           sha256=ref.sha256,
       )
 
-  async def _take(self) -> admission.Batch | None:
+  async def _take(self) -> admission.Consumed | None:
     batch = await self.gate.take()
     if batch is not None:
       groups = batch.groups + batch.untrained
       self._learn(batch.version, tuple(map(ledger_lib.record, groups)))
     return batch
 
-  def take(self) -> admission.Batch | None:
+  def take(self) -> admission.Consumed | None:
     """The next batch; None: every task has been played.
 
     Raises what a coroutine of the rollout side raised.

@@ -37,8 +37,13 @@ def of_state(state: batch_lib.TrainState) -> dict[str, str]:
 
 
 def of_trajectory(trajectory: trace.Trajectory) -> str:
-  """sha256 of what was sampled; version NUMBERS may differ after a resume."""
-  h = hashlib.sha256(f'{trajectory.task_id} {trajectory.reward}'.encode())
+  """sha256 of what was sampled.
+
+  The run's id is left out, and so are version NUMBERS, which may differ after a
+  resume.
+  """
+  which = trajectory.task_id.partition('/')[2]
+  h = hashlib.sha256(f'{which} {trajectory.reward}'.encode())
   for s in trajectory.segments:
     arrays = [s.tokens, s.sampled, s.logps]
     arrays += [] if s.routing is None else [s.routing.experts]

@@ -149,7 +149,7 @@ class _Endpoint:
       if not ask.stream or (work.task.done() and _failure(work)):
         return web.json_response(_result(work))
       held, release = release, lambda: None
-      return web.Stream(self._events(work), held)
+      return web.EventStream(self._events(work), held)
     finally:
       release()
 

@@ -17,7 +17,7 @@ BODY_BYTES = 32 << 20
 _READ_BYTES = 8 * BODY_BYTES
 
 
-class Stream(responses.StreamingResponse):
+class EventStream(responses.StreamingResponse):
   """Server-sent events; `release` is called when they end, however."""
 
   def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]):

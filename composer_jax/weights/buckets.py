@@ -135,7 +135,7 @@ def sizes(steps):
 
 def between(
     old: np.ndarray, new: np.ndarray
-) -> tuple[Changes, ulp_steps.Steps]:
+) -> tuple[Changes, ulp_steps.UlpSteps]:
   """What leads from old to new, both uint16 [n]; the same in word order."""
   old, new = numba_kernels.aligned(old), numba_kernels.aligned(new)
   where = parallel.scratch('where', old.size, np.uint32)
@@ -146,7 +146,7 @@ def between(
   start = np.empty(BUCKETS + 1, np.int64)
   out = Changes(start, np.empty(n, np.uint32), np.empty(n, np.uint16))
   _sort(buckets[:n], gaps[:n], step[:n], *out)
-  return out, ulp_steps.Steps(where[:n].copy(), step[:n].copy())
+  return out, ulp_steps.UlpSteps(where[:n].copy(), step[:n].copy())
 
 
 def apply(

@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
   codec: int
   payload: bytes
   changed: int  # elements
-  steps: ulp_steps.Steps | None = None  # that the payload has; 2-byte floats
+  steps: ulp_steps.UlpSteps | None = None  # that the payload has; 2-byte floats
 
 
 def _zstd() -> tuple[zstandard.ZstdCompressor, zstandard.ZstdDecompressor]:
@@ -82,7 +82,7 @@ def _unpack(packed: bytes, length: int) -> bytes:
   return raw
 
 
-def _pack_d2(found: ulp_steps.Steps) -> bytes:
+def _pack_d2(found: ulp_steps.UlpSteps) -> bytes:
   changed, *streams = numba_kernels.split(*found)
   packed = [_pack(s) for s in streams]
   gaps, _, skips, magnitudes = streams
@@ -112,7 +112,7 @@ def _apply_d2(
 
 def _encode_words(
     codec: int, old: np.ndarray, new: np.ndarray
-) -> tuple[bytes, ulp_steps.Steps]:
+) -> tuple[bytes, ulp_steps.UlpSteps]:
   """Payload and steps between words of 2-byte floats."""
   if codec == D2:
     found = ulp_steps.between(old, new)

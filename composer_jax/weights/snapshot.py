@@ -64,8 +64,10 @@ class Snapshot:
     self._words = [view.read(named, t).copy() for t in tiles]
     self._digests = digests.copy()
     self._values = sum(w.size for w in self._words)
-    self._fresh: dict[int, ulp_steps.Steps] = {}  # of the version being written
-    self._window: list[dict[int, ulp_steps.Steps]] = []
+    self._fresh: dict[int, ulp_steps.UlpSteps] = (
+        {}
+    )  # of the version being written
+    self._window: list[dict[int, ulp_steps.UlpSteps]] = []
     self._kept = 0
     self.origin: records.Link | None = None
     self._origin_digests = self._digests

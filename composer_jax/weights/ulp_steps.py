@@ -17,7 +17,7 @@ from composer_jax.weights import parallel
 from composer_jax.weights import reference
 
 
-class Steps(NamedTuple):
+class UlpSteps(NamedTuple):
   """What changed; no step is zero."""
 
   where: np.ndarray  # u32 [changes], increasing
@@ -41,15 +41,15 @@ def _find(old, new, where, step):
   return n
 
 
-def between(old: np.ndarray, new: np.ndarray) -> Steps:
+def between(old: np.ndarray, new: np.ndarray) -> UlpSteps:
   """The steps that lead from old to new, both uint16 [n]."""
   where = parallel.scratch('where', old.size, np.uint32)
   step = parallel.scratch('step', old.size, np.uint16)
   n = _find(numba_kernels.aligned(old), numba_kernels.aligned(new), where, step)
-  return Steps(where[:n].copy(), step[:n].copy())
+  return UlpSteps(where[:n].copy(), step[:n].copy())
 
 
-def compose(parts: Sequence[Steps], words: int) -> Steps:
+def compose(parts: Sequence[UlpSteps], words: int) -> UlpSteps:
   """The steps that have the effect of all, one after the other.
 
   Args:
@@ -60,10 +60,10 @@ def compose(parts: Sequence[Steps], words: int) -> Steps:
   for part in parts:
     total[part.where] += part.step
   where = np.flatnonzero(total).astype(np.uint32)
-  return Steps(where, total[where])
+  return UlpSteps(where, total[where])
 
 
-def undo(new: np.ndarray, steps: Steps) -> np.ndarray:
+def undo(new: np.ndarray, steps: UlpSteps) -> np.ndarray:
   """The words that `steps` led to `new`, in a fresh array."""
   out = new.copy()
   keys = reference.to_key(new[steps.where]) - steps.step

@@ -19,7 +19,7 @@ def experiment() -> config.Experiment:
       name='summary',
       loss=losses.DppoTv(),
       advantage=advantages.GroupMean(),
-      tasks=summary_repair.Relay(),
+      tasks=summary_repair.SummaryRepair(),
       # A branch that is right earns 0.15, both are a success.
       rewards=(verify.Verify(fraction_weight=0.3),),
       # At twice the rate, or with half the prompts, a seed may settle on one
