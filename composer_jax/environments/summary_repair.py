@@ -216,8 +216,10 @@ def _instance(source: SummaryRepair, index: int, split: str) -> _Instance:
     raise ValueError(f'split={split!r}: must be one of {sorted(_SPLITS)}')
   held = split == 'heldout'
   names = [f for f in FAMILIES if (f in HELDOUT) == held]
-  # Every field takes part: two sources that differ share no stream.
-  rng = random.Random(f'{source!r}/{split}/{index}')
+  # Every field takes part: two sources that differ share no stream. The name is
+  # the one that the class had first: the tasks of older runs stay the same.
+  stream = repr(source).replace(type(source).__name__, 'Relay', 1)
+  rng = random.Random(f'{stream}/{split}/{index}')
   while True:
     family = rng.choice(names)
     x = rng.choice(_LETTERS)
@@ -234,7 +236,7 @@ def _instance(source: SummaryRepair, index: int, split: str) -> _Instance:
   first, second = _cases(rng, source.inputs, k, right)
   public = first.pop(), second.pop()
   task = task_lib.Task(
-      id=f'relay/{split}/{index}',
+      id=f'summary_repair/{split}/{index}',
       instruction='',
       files={PATH: template.format(*wrong)},
       public_tests=public,
