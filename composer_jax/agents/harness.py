@@ -28,7 +28,7 @@ from composer_jax.sandbox import pool
 
 
 class Policy(Protocol):
-  """Samples a continuation; see `rollout.endpoint` for the real one."""
+  """Samples a continuation; see `rollout.engine` for the real one."""
 
   async def complete(
       self,

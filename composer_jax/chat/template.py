@@ -24,7 +24,8 @@ from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
 
-# For tokenizers of `renderer.train_tokenizer`: its structure, free text inside.
+# For tokenizers of `compact_renderer.train_tokenizer`: the structure is its own,
+# with free text inside.
 COMPACT_TEMPLATE = """\
 {{- '<|bos|>' }}
 {%- if tools %}

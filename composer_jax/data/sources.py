@@ -37,7 +37,7 @@ class Demos:
 
   Only the demonstration is trained; the prompt is context. Demonstrations are
   random legal actions, never right answers (`MicroRepair.demo`), on the first
-  turn of an episode unless the source has others (`tasks.DemoWindows`).
+  turn of an episode unless the source has others (`task.DemoWindows`).
   """
 
   tasks: Any

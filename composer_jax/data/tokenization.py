@@ -182,7 +182,7 @@ def header(
     heldout_fraction: float,
     shard_tokens: int,
 ) -> dict[str, Any]:
-  """All that decides what is written, for `shards.Writer`.
+  """All that decides what is written, for `shards.ShardWriter`.
 
   Args:
     encoder: of documents.

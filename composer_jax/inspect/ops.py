@@ -2,7 +2,7 @@
 
 The programs that run are left alone. The model's values are taken from a second
 program, the first one with the named values among its outputs
-(`runs.named`). That a forward's bits do not depend on what else a program
+(`named_values`). That a forward's bits do not depend on what else a program
 computes is the numeric contract itself; `tests/ops_test.py` holds both to it.
 """
 

@@ -56,7 +56,7 @@ def block(
 ) -> tuple[jax.Array, moe.Routing]:
   """One layer on n rows; the one definition that both roles run.
 
-  The names are what `runs.ops` can record; they compile to nothing.
+  The names are what `inspect.ops` can record; they compile to nothing.
 
   Args:
     x: [n D].

@@ -1,6 +1,6 @@
 """The rollout side of a run: engine, environments and an event loop of its own.
 
-A `RolloutHost` turns tasks into graded trajectories. It sees the trainer only
+A `Player` turns tasks into graded trajectories. It sees the trainer only
 through the weight store; a host on another machine would be built of the same
 parts around another `WorkQueue`.
 """

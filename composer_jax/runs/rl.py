@@ -310,7 +310,7 @@ def run(
     saver: of checkpoints; the ledger is saved with the weights.
     tx: the optimizer, built once.
     mesh: the trainer's.
-    reference: masters for a loss that `step.needs_reference`, else None.
+    reference: masters for a loss with `needs_reference`, else None.
     workdir: for trajectories and offending batches.
     writer: of metrics.
     evaluate: called as evaluate(step, version) at step 0, every

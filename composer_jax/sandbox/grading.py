@@ -1,9 +1,10 @@
 """Grades submissions: functions out of process, repositories by their suite.
 
-Of a function, only the submission and the inputs enter the sandbox, which is never the one
-the episode ran in. The outputs come back as canonical text and are compared
-HERE: a submission that patches comparisons, forges reports, reads frames or
-exits early can only produce outputs, and would need to know the right ones.
+Of a function, only the submission and the inputs enter the sandbox, which is
+never the one the episode ran in. The outputs come back as canonical text and
+are compared HERE: a submission that patches comparisons, forges reports, reads
+frames or exits early can only produce outputs, and would need to know the
+right ones.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Outputs:
   """What a submission returned.
 
   Attributes:
-    values: a case: canonical text (`runner.canonical`) or None.
+    values: a case: canonical text (`child.canonical`) or None.
     errors: a case: name of what was raised, or ''.
     failure: why values are missing: '', 'timeout', 'memory', 'died' or
       'malformed' (it wrote into the report).
@@ -74,7 +75,7 @@ class Grade:
 
 
 def _lines(output: bytes) -> list[str] | None:
-  """Splits a report; None if it is not one that `runner` writes."""
+  """Splits a report; None if it is not one that `child` writes."""
   *lines, rest = output.split(b'\n')
   good = all(line[:1] in (b'+', b'-') for line in lines)
   good = good and not rest and output.isascii()

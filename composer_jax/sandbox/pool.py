@@ -79,7 +79,7 @@ class Session:
       wall_seconds: float,
       output_bytes: int = 1 << 16,
   ) -> box.Result:
-    """Calls a function; see `runner` for the lines of the output.
+    """Calls a function; see `child` for the lines of the output.
 
     Args:
       source: defines the function.

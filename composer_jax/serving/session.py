@@ -20,7 +20,7 @@ _SERVED_CALLS = 1024
 
 
 class ChatFormat(Protocol):
-  """Between conversations and token ids; see `agents.chat`."""
+  """Between conversations and token ids; see `chat.template`."""
 
   stop_ids: frozenset[int]
 

@@ -26,8 +26,8 @@ from composer_jax.weights import ulp_steps
 
 RAW = 0  # the tile's bytes
 D2 = 1  # `reference.Streams`, zstd per stream
-E = 2  # `buckets.Changes` as `rice` codes
-F = 3  # `buckets.Changes` through the range coder of `ranges`
+E = 2  # `buckets.Changes` in the bits of `rice_coder`
+F = 3  # `buckets.Changes` in the bytes of `range_coder`
 XOR = 4  # any other type than 2-byte floats: XOR of the bytes, zstd
 NAMES = {RAW: 'raw', D2: 'D2', E: 'E', F: 'F', XOR: 'xor'}
 

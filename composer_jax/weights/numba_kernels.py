@@ -103,7 +103,7 @@ def aligned(words: np.ndarray) -> np.ndarray:
 
 
 def split(where: np.ndarray, step: np.ndarray) -> reference.Streams:
-  """The streams of `reference.split`, from `steps.Steps`."""
+  """The streams of `reference.split`, from `ulp_steps.UlpSteps`."""
   n = where.size
   reach = int(where[-1]) + 1 if n else 0
   gaps = np.empty(n + reach // 255, np.uint8)

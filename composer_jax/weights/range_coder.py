@@ -1,13 +1,13 @@
 """Codec F: bucketed changes through an adaptive binary range coder.
 
-Same header and symbols as `rice`, but the ones and zeros of the unary parts
-and the signs are coded with the odds that were counted for them so far, apart
-for each bucket: close to the entropy, at some cost in time.
+Same header and symbols as `rice_coder`, but the ones and zeros of the unary
+parts and the signs are coded with the odds that were counted for them so far,
+apart for each bucket: close to the entropy, at some cost in time.
 
 A bit of probability a / (a + b) narrows an interval of 32 bits; whenever it
 has less than 24, the top byte of its low end is final. The payload is the
 shortest number inside the last interval, without trailing zero bytes.
-`reference` does the same with integers of any length.
+`reference_buckets` writes the same with integers of any length.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Plain reference of codecs E and F: the bytes of `rice` and `ranges`, slowly.
+"""Plain reference of codecs E and F, in slow code that is easy to check.
 
+Its bytes are those of `buckets` with `rice_coder` and with `range_coder`.
 Streams of bits are integers of any length, so that neither carries nor word
 boundaries exist here.
 """
@@ -92,7 +93,7 @@ class _Bits:
 
 
 def rice_pack(changes: buckets.Changes) -> bytes:
-  """See `rice.pack`."""
+  """See `rice_coder.pack`."""
   out = _Bits()
   plan = [*_plan(changes)]
   used = [b for b, rows, *_ in plan if rows]
@@ -161,7 +162,7 @@ class _Interval:
 
 
 def range_pack(changes: buckets.Changes) -> bytes:
-  """See `ranges.pack`."""
+  """See `range_coder.pack`."""
   out = _Interval()
   plan = [*_plan(changes)]
   used = [b for b, rows, *_ in plan if rows]

@@ -4,7 +4,7 @@
   d/{V}-{W}/{nonce}.{writer}.seg.{i}, .idx   tiles from version V to W
   m/{W}.{nonce}.json                         immutable manifest
   LATEST                                     the newest version
-  lease/{host}, gc.json, round/              see `retain` and `rounds`
+  lease/{host}, gc.json, round/              see `retain` and `rendezvous`
 
 Segments pack tiles in canonical order, so that neighbors are one range read.
 A base is an edge of the same format whose tiles are all raw, so joiners and
