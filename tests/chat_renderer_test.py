@@ -6,7 +6,7 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
-from tests import chat_test
+from tests import template_test
 from tests import sampled_policy
 
 from composer_jax import config
@@ -50,7 +50,7 @@ def _renderer():
 
 @functools.cache
 def _published(template):
-  return chat_renderer.ChatRenderer(chat_test.chat_format(template))
+  return chat_renderer.ChatRenderer(template_test.chat_format(template))
 
 
 class ToolsTest(parameterized.TestCase):
@@ -103,7 +103,12 @@ class RendererTest(parameterized.TestCase):
           tools.Run(),
           tools.Done(),
       ),
-      template=(None, chat_test.QWEN, chat_test.KIMI, chat_test.THINKING),
+      template=(
+          None,
+          template_test.QWEN,
+          template_test.KIMI,
+          template_test.THINKING,
+      ),
   )
   def test_round_trip(self, call, template):
     renderer = _published(template) if template else _renderer()
@@ -140,11 +145,11 @@ class RendererTest(parameterized.TestCase):
     self.assertNoCommonElements(ids, _renderer().stop_ids)
     self.assertIn('- helper.py, 3 lines', _renderer().text(ids))
 
-  @parameterized.parameters(chat_test.QWEN, chat_test.KIMI)
+  @parameterized.parameters(template_test.QWEN, template_test.KIMI)
   def test_an_episode_is_one_conversation(self, template):
     # Prompt, turn and observation, rendered apart, are the whole rendered at
     # once, except for what a template puts between earlier turns.
-    renderer, form = _published(template), chat_test.chat_format(template)
+    renderer, form = _published(template), template_test.chat_format(template)
     turn = renderer.encode_turn([tools.Run()])
     ids = [
         *renderer.encode_task(_TASK),
@@ -170,7 +175,7 @@ class RendererTest(parameterized.TestCase):
     self.assertEqual(ids, form.prompt(said, chat_renderer.SCHEMAS))
 
   def test_a_summary_goes_on_as_the_ids_that_were_sampled(self):
-    for template in (chat_test.QWEN, chat_test.KIMI):
+    for template in (template_test.QWEN, template_test.KIMI):
       renderer = _published(template)
       split = [renderer.encode_summary(c)[0] for c in 'tool']
       self.assertNotEqual(split, renderer.encode_summary('tool')[:-1])
@@ -184,7 +189,7 @@ class RendererTest(parameterized.TestCase):
 
   def test_a_template_without_tools_is_refused(self):
     with self.assertRaisesRegex(ValueError, 'shows no tools'):
-      chat_renderer.ChatRenderer(chat_test.chat_format(chat_test.LLAMA))
+      chat_renderer.ChatRenderer(template_test.chat_format(template_test.LLAMA))
 
 
 class EpisodeTest(absltest.TestCase):

@@ -3,7 +3,7 @@
 import pathlib
 
 import numpy as np
-from tests import chat_test
+from tests import template_test
 from tests import fresh
 
 from composer_jax import config
@@ -31,6 +31,6 @@ def write(folder: pathlib.Path, cfg: config.ModelConfig = MODEL) -> None:
   params = params_lib.publish_dtype(fresh.params(cfg, 7))
   named = {k: np.asarray(v) for k, v in params_lib.names(params).items()}
   files = hub_files.write(
-      chat_test.tokenizer().to_str(), chat_test.QWEN, ['<|im_end|>'], {}
+      template_test.tokenizer().to_str(), template_test.QWEN, ['<|im_end|>'], {}
   )
   hf.save(folder, cfg, named, files, CONTEXT_TOKENS)
