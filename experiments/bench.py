@@ -1,9 +1,12 @@
-"""Measures this machine, against transformers + torch if they are installed.
-
-Rounds of both sides alternate in one process; the figure is the median of the
-paired ratios. Close other programs first.
+"""Measures this machine.
 
   python3 -m experiments.bench --suite=train --json=/tmp/train.json
+
+train and decode compare with transformers on torch, if they are installed;
+delta compares with a generic compressor, kernels with the same model without
+the numeric contract, sandbox with nothing. Rounds of both sides alternate in
+one process, and the figure is the median of the paired ratios. Close other
+programs first.
 """
 
 import importlib

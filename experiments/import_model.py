@@ -3,8 +3,9 @@
   python3 -m experiments.import_model --folder=DIR --store=URL
 
 The folder holds config.json, safetensors, tokenizer.json and a chat template, as
-on the Hugging Face hub: Llama, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE. What
-`serve`, `rollout_host` and `chat` need is put beside the weights.
+on the Hugging Face hub: Llama, Mixtral, Qwen2 (and 1.5), Qwen2-MoE, Qwen3,
+Qwen3-MoE, DeepSeek-V3, Kimi-K2. What `serve`, `rollout_host` and `chat` need is
+put beside the weights.
 """
 
 import pathlib

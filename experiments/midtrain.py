@@ -5,7 +5,7 @@
 
 With the default config: the standard library of the running interpreter, or any
 directory of code, then format-only demonstrations. --config=midtrain reads token
-shards of any size (experiments.tokenize) in three phases. Reports bits per byte
+shards (experiments.tokenize) in three phases. Reports bits per byte
 on held-out documents, of every source. The same command continues a run that
 was stopped or killed; experiments.rl takes the directory from here.
 Several processes, one for each I below N, train as one (`experiments.job`).
@@ -24,7 +24,7 @@ def _work(run) -> bool:
 
 
 def main() -> int:
-  return launch.main(_work, job.join)
+  return launch.main(_work, rl=False, join=job.join)
 
 
 if __name__ == '__main__':

@@ -4,7 +4,7 @@
 
 Starts from the warm-up in DIR (and makes it first if there is none). The same
 command continues a run that was stopped or killed; no prompt is trained twice
-and none is skipped.
+and none is skipped. It is one process: a job of several is refused.
 """
 
 from experiments import flags
@@ -23,8 +23,7 @@ def _work(run) -> bool:
 
 def main() -> int:
   job.refuse(
-      'reinforcement learning has one trainer process; give that one the whole'
-      ' mesh, and add machines that decode with experiments.rollout_host'
+      'reinforcement learning has one process; give that one the whole mesh'
   )
   return launch.main(_work)
 

@@ -1,10 +1,11 @@
-"""Serves a published model to rollouts anywhere, and follows new versions.
+"""Serves a published model to rollouts elsewhere, and follows new versions.
 
   python3 -m experiments.rollout_host --store=URL --port=8000
 
 An OpenAI-compatible endpoint whose keys are rollouts: POST /rollouts with the
 admin key and {"id", "mode", "seed"} opens one and returns its key. Every call
-is on disk, token by token, before it is answered. GET /ready, /metrics.
+is on disk, token by token, before it is answered. GET /ready, /metrics. No
+trainer reads that record yet.
 """
 
 import secrets

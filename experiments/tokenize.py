@@ -1,4 +1,4 @@
-"""Documents to token shards, for mid-training at any size.
+"""Documents to token shards, which mid-training reads where they lie.
 
   python3 -m experiments.tokenize --input=PATH [--input=PATH ...]
       --tokenizer=tokenizer.json --output=DIR
