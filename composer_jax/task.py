@@ -114,7 +114,7 @@ class DemoWindows(Protocol):
     """Returns (ids, trained) in order; right in form, as with `demo`."""
 
 
-def digest(files: Mapping[str, str], cases: tuple[Case, ...]) -> str:
+def fingerprint(files: Mapping[str, str], cases: tuple[Case, ...]) -> str:
   """Hash of an instance: its files and all its cases, not its name."""
   content = [
       sorted(files.items()),

@@ -38,6 +38,7 @@ _PYPI = {
 }
 # What a library reads at run time, beside its sources.
 _DATA = {
+    'composer_jax': 'composer_jax/__init__.pyi',
     'dashboard': 'composer_jax/dashboard/templates/*',
     'experiments': 'experiments/rubrics/*.yaml',
     _SUPPORT: 'tests/data/*',

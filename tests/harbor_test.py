@@ -106,7 +106,7 @@ class HarborTest(parameterized.TestCase):
     killed = self.root / '.set-train-9.part'
     killed.mkdir()
     (killed / 'task.toml').write_text('half')
-    source = harbor.Directory(str(self.root))
+    source = harbor.HarborDirectory(str(self.root))
     drawn = [source.task(k, 'train') for k in range(5)]
     self.assertLen({t.id for t in drawn}, 5)
     with self.assertRaises(IndexError):
@@ -123,7 +123,7 @@ class HarborTest(parameterized.TestCase):
     self.assertNotIn('a + b', outcome.files['sol.py'])
     self.assertEqual(done, tools.Done())
     self.assertBetween(source.chance(drawn[0]), 0.1, 1.0)
-    other = harbor.Directory(str(self.root), seed=1)
+    other = harbor.HarborDirectory(str(self.root), seed=1)
     self.assertNotEqual([other.task(k, 'train') for k in range(5)], drawn)
 
     async def grade():
@@ -149,7 +149,7 @@ class HarborTest(parameterized.TestCase):
     }.items():
       (folder / name).parent.mkdir(parents=True, exist_ok=True)
       (folder / name).write_text(text)
-    source = harbor.Directory(str(self.root))
+    source = harbor.HarborDirectory(str(self.root))
     task = source.task(0, 'train')
     self.assertEqual((task.id, task.instruction), ('hello', 'Say hello.'))
     self.assertEqual(task.files['hello.py'], 'print()')

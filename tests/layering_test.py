@@ -108,6 +108,15 @@ class LayeringTest(parameterized.TestCase):
   def test_effects_are_found(self, text, want):
     self.assertEqual(_effects(ast.parse(text)), want)
 
+  def test_the_public_face_is_of_the_layers_that_it_may_import(self):
+    stub = ast.parse((layers.ROOT / 'composer_jax/__init__.pyi').read_text())
+    homes = {node.module.replace('.', '/') for node in stub.body}
+    root = layers.ROOT / 'composer_jax'
+    self.assertEqual(
+        {layers.layer_of(root / f'{home}.py') for home in homes},
+        set(layers.LAYERS['composer_jax'][1].split()),
+    )
+
   def test_modules_are_short(self):
     lengths = {
         str(p.relative_to(layers.ROOT)): len(p.read_text().splitlines())

@@ -17,11 +17,18 @@ _HELPERS = 'tests'  # package of the tests' own helpers, `from tests import x`
 _HOST = 'numpy'
 _JAX = 'jax numpy optax flax'
 LAYERS: dict[str, tuple[str, str, str]] = {
+    'atomic': ('composer_jax/atomic.py', '', ''),
     'trace': ('composer_jax/trace.py', '', _HOST),
     'task': ('composer_jax/task.py', '', ''),
-    'rope': ('composer_jax/rope.py', '', ''),
-    'phases': ('composer_jax/phases.py', '', ''),
-    'config': ('composer_jax/config.py', 'phases rope', ''),
+    'checks': ('composer_jax/checks.py', '', ''),
+    'rope': ('composer_jax/rope.py', 'checks', ''),
+    'phases': ('composer_jax/phases.py', 'checks', ''),
+    'reinforcement': ('composer_jax/reinforcement.py', 'checks', ''),
+    'config': (
+        'composer_jax/config.py',
+        'checks phases reinforcement rope',
+        '',
+    ),
     'config_text': ('composer_jax/config_text.py', '', ''),
     'typing': ('composer_jax/typing.py', '', 'beartype jaxtyping'),
     'kernels_triton': (
@@ -31,12 +38,12 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'model': (
         'composer_jax/model/*.py',
-        'config kernels_triton rope trace typing',
+        'atomic config kernels_triton rope trace typing',
         f'{_JAX} jaxtyping safetensors ml_dtypes',
     ),
     'learner': (
         'composer_jax/learner/*.py',
-        'config model trace',
+        'checks config model trace',
         _JAX,
     ),
     'rollout': (
@@ -62,26 +69,26 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'environments': (
         'composer_jax/environments/*.py',
-        'agents sandbox task',
+        'agents atomic checks sandbox task',
         '',
     ),
     'rewards': (
         'composer_jax/rewards/*.py',
-        'agents task trace',
+        'agents checks task trace',
         f'{_HOST} httpx yaml',
     ),
     'fleet': ('composer_jax/fleet/*.py', 'config trace', _HOST),
-    'dashboard': ('composer_jax/dashboard/*.py', '', 'jinja2 matplotlib'),
+    'dashboard': ('composer_jax/dashboard/*.py', 'atomic', 'jinja2 matplotlib'),
     'data': (
         'composer_jax/data/*.py',
-        'chat config kernels_triton learner task trace',
+        'atomic chat config kernels_triton learner task trace',
         f'{_HOST} pyarrow tokenizers',
     ),
     'runs': (
         'composer_jax/runs/*.py',
-        'agents chat config config_text dashboard data environments fleet'
-        ' kernels_triton learner model rewards rollout rope sandbox task trace'
-        ' weights',
+        'agents atomic chat config config_text dashboard data environments'
+        ' fleet kernels_triton learner model rewards rollout rope sandbox task'
+        ' trace weights',
         'jax numpy optax rich tensorboardX tokenizers',
     ),
     'serving': (
@@ -94,11 +101,14 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'chat config dashboard kernels_triton learner model runs trace weights',
         'jax ml_dtypes numpy rich tokenizers',
     ),
-    'configs': (
-        'experiments/configs/*.py',
-        'config environments learner rewards rope',
-        '',
+    # What users import, of whose parts __init__.pyi is the list.
+    'composer_jax': (
+        'composer_jax/__init__.py',
+        'agents config config_text environments learner phases reinforcement'
+        ' rewards rope task trace',
+        'lazy_loader',
     ),
+    'configs': ('experiments/configs/*.py', 'composer_jax', ''),
     'bench_suites': (
         'experiments/bench_suites/*.py',
         'config dashboard kernels_triton learner model rollout sandbox serving'
@@ -107,9 +117,9 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     ),
     'experiments': (
         'experiments/*.py',
-        'bench_suites config config_text configs dashboard data environments'
-        ' fleet inspect kernels_triton learner model rewards rollout runs'
-        ' sandbox serving weights',
+        'atomic bench_suites config config_text configs dashboard data'
+        ' environments fleet inspect kernels_triton learner model rewards'
+        ' rollout runs sandbox serving weights',
         'absl jax rich',
     ),
 }
@@ -166,8 +176,10 @@ def split(path: pathlib.Path) -> tuple[set[str], set[str]]:
 
 def _layer_of_import(name: str, path: pathlib.Path) -> str:
   """Finds the layer of `from package import module`, which is house style."""
-  if name == 'composer_jax.typing.typed':  # As one imports from typing.
-    name = 'composer_jax.typing'
+  if name in ('composer_jax.typing.typed', 'composer_jax.checks.Range'):
+    name = name.rpartition('.')[0]  # As one imports from typing.
+  elif name in _TOPS:  # As users do.
+    name += '.__init__'
   layer = layer_of(ROOT / (name.replace('.', '/') + '.py'))
   if layer is None:
     where = path.relative_to(ROOT)

@@ -21,11 +21,12 @@ import inspect
 import json
 import pathlib
 import random
-import shutil
 import sys
 import tomllib
 from typing import Any
 
+from composer_jax import atomic
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax.agents import tools
 from composer_jax.environments import mutation
@@ -126,7 +127,6 @@ def write(folder: pathlib.Path, built: Built) -> None:
     built: what to write; the public tests must be a part of the hidden ones.
   """
   task, hidden = built.task, built.hidden
-  part = folder.with_name(f'.{folder.name}.part')
   public = task.public_tests
   assert isinstance(public, task_lib.Suite)
   limits = task.limits
@@ -152,27 +152,24 @@ def write(folder: pathlib.Path, built: Built) -> None:
       'cpu_seconds': limits.cpu_seconds,
       'seconds': limits.wall_seconds,
   }
-  shutil.rmtree(part, ignore_errors=True)  # of a writer that was killed
   version = '{}.{}'.format(*sys.version_info)
-  _put(
-      part,
-      {
-          'instruction.md': task.instruction,
-          'task.toml': config,
-          'environment/Dockerfile': _DOCKERFILE.format(python=version),
-          'tests/test.sh': _TEST,
-          'tests/run.py': _RUN,
-          'tests/suite_runner.py': inspect.getsource(suite_runner),
-          'tests/suite.json': json.dumps(suite, indent=1) + '\n',
-          'solution/solve.sh': _SOLVE,
-      },
-  )
-  _put(part / 'environment' / 'app', task.files)
-  _put(part / 'tests' / 'files', hidden.files)
-  _put(part / 'solution' / 'app', built.solution)
-  for script in ('tests/test.sh', 'solution/solve.sh'):
-    (part / script).chmod(0o755)
-  part.rename(folder)
+  texts = {
+      'instruction.md': task.instruction,
+      'task.toml': config,
+      'environment/Dockerfile': _DOCKERFILE.format(python=version),
+      'tests/test.sh': _TEST,
+      'tests/run.py': _RUN,
+      'tests/suite_runner.py': inspect.getsource(suite_runner),
+      'tests/suite.json': json.dumps(suite, indent=1) + '\n',
+      'solution/solve.sh': _SOLVE,
+  }
+  with atomic.new_folder(folder) as part:
+    _put(part, texts)
+    _put(part / 'environment' / 'app', task.files)
+    _put(part / 'tests' / 'files', hidden.files)
+    _put(part / 'solution' / 'app', built.solution)
+    for script in ('tests/test.sh', 'solution/solve.sh'):
+      (part / script).chmod(0o755)
 
 
 def _public(suite: task_lib.Suite, ids: list[str]) -> task_lib.Suite:
@@ -225,7 +222,7 @@ def read(folder: pathlib.Path) -> Built:
 
 
 @dataclasses.dataclass(frozen=True)
-class Directory:
+class HarborDirectory:
   """Task source: the tasks in a directory, by the split in their metadata.
 
   The training split ends, so that no task is trained on twice; the others
@@ -237,7 +234,10 @@ class Directory:
   """
 
   path: str
-  seed: int = 0
+  seed: checks.Seed = 0
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def task(self, index: int, split: str) -> task_lib.Task:
     """Returns task `index` of a split.

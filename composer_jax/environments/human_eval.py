@@ -94,7 +94,7 @@ class HumanEval:
     return row['prompt'] + row['canonical_solution']
 
   def fingerprint(self, task: task_lib.Task) -> str:
-    return task_lib.digest(task.files, ())
+    return task_lib.fingerprint(task.files, ())
 
   def demo(
       self, task: task_lib.Task, rng: random.Random

@@ -13,10 +13,12 @@ import functools
 import hashlib
 import random
 import re
-from typing import Any
+from typing import Annotated, Any
 
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax.agents import tools
+from composer_jax.checks import Range
 
 ENTRY = 'f'
 PATH = 'f.py'
@@ -156,25 +158,22 @@ class MicroRepair:
     seed: of the whole stream of tasks.
   """
 
-  n_bugs: int = 1
+  n_bugs: Annotated[int, Range(1, 2)] = 1
   show_failure: bool = True
-  distractors: int = 0
+  distractors: Annotated[int, Range(0, 4)] = 0
   heldout_families: tuple[str, ...] = HELDOUT
-  seed: int = 0
+  seed: checks.Seed = 0
 
   def __post_init__(self):
-    unknown = set(self.heldout_families) - set(FAMILIES)
-    if unknown:
-      raise ValueError(
-          f'MicroRepair.heldout_families={sorted(unknown)}: must be among'
-          f' {sorted(FAMILIES)}'
-      )
-    if self.n_bugs not in (1, 2):
-      raise ValueError(f'MicroRepair.n_bugs={self.n_bugs}: must be 1 or 2')
-    if not 0 <= self.distractors <= 4:
-      raise ValueError(
-          f'MicroRepair.distractors={self.distractors}: must be in [0, 4]'
-      )
+    checks.fields(self)
+    checks.require(
+        self,
+        (
+            set(self.heldout_families) <= set(FAMILIES),
+            'heldout_families',
+            f'must be among {sorted(FAMILIES)}',
+        ),
+    )
 
   def task(self, index: int, split: str) -> task_lib.Task:
     """Returns task `index` of a split; in about a quarter of a millisecond."""
@@ -186,7 +185,9 @@ class MicroRepair:
 
   def fingerprint(self, task: task_lib.Task) -> str:
     """Returns a hash of the buggy source and every case."""
-    return task_lib.digest(task.files, task.public_tests + self.hidden(task))
+    return task_lib.fingerprint(
+        task.files, task.public_tests + self.hidden(task)
+    )
 
   def solution(self, task: task_lib.Task) -> str:
     """Returns the correct source; for validation and tests only."""

@@ -20,12 +20,14 @@ import dataclasses
 import functools
 import hashlib
 import random
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax.agents import harness
 from composer_jax.agents import tools
 from composer_jax.agents import windows
+from composer_jax.checks import Range
 from composer_jax.sandbox import child
 
 ENTRY = 'f'
@@ -97,15 +99,12 @@ class SummaryRepair:
     seed: of the whole stream of tasks.
   """
 
-  facts: int = 1
-  inputs: int = 8
-  seed: int = 0
+  facts: Annotated[int, Range(1, 2)] = 1
+  inputs: Annotated[int, Range(2, 64)] = 8
+  seed: checks.Seed = 0
 
   def __post_init__(self):
-    if self.facts not in (1, 2):
-      raise ValueError(f'SummaryRepair.facts={self.facts}: must be 1 or 2')
-    if not 2 <= self.inputs <= 64:
-      raise ValueError(f'SummaryRepair.inputs={self.inputs}: must be in [2, 64]')
+    checks.fields(self)
 
   def task(self, index: int, split: str) -> task_lib.Task:
     return _instance(self, index, split).task
@@ -115,7 +114,9 @@ class SummaryRepair:
     return self._instance_of(task).hidden
 
   def fingerprint(self, task: task_lib.Task) -> str:
-    return task_lib.digest(task.files, task.public_tests + self.hidden(task))
+    return task_lib.fingerprint(
+        task.files, task.public_tests + self.hidden(task)
+    )
 
   def solution(self, task: task_lib.Task) -> str:
     """Returns the correct source; for validation and tests only."""

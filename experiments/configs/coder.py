@@ -9,45 +9,40 @@ tools. Sized for one accelerator and a model of a few billion parameters; there
 is no next-token phase before RL unless `phases` names one.
 """
 
-from composer_jax import config
-from composer_jax.environments import harbor
-from composer_jax.learner import advantages
-from composer_jax.learner import losses
-from composer_jax.learner import optimizer
-from composer_jax.rewards import verify
+import composer_jax as cj
 
 
-def experiment() -> config.Experiment:
+def experiment() -> cj.Experiment:
   window = 16_384
-  return config.Experiment(
+  return cj.Experiment(
       name='coder',
       base='model',
-      loss=losses.DppoTv(),
-      advantage=advantages.GroupMean(),
-      tasks=harbor.Directory('tasks'),
-      rewards=(verify.Verify(),),
+      loss=cj.DppoTv(),
+      advantage=cj.GroupMean(),
+      tasks=cj.HarborDirectory('tasks'),
+      rewards=(cj.Verify(),),
       phases=(),
-      rl_optimizer=optimizer.AdamW(
+      rl_optimizer=cj.AdamW(
           learning_rate=1e-6,
           b2=0.98,
-          schedule=optimizer.Constant(warmup_steps=5),
+          schedule=cj.Constant(warmup_steps=5),
       ),
-      model=config.ModelConfig(dtype='bfloat16', remat=True),
-      mesh=config.MeshConfig(data=1),
-      rollout=config.RolloutConfig(
+      model=cj.ModelConfig(dtype='bfloat16', remat=True),
+      mesh=cj.MeshConfig(data=1),
+      rollout=cj.RolloutConfig(
           slots=64,
           context_tokens=window,
           prefill_tokens=8192,
           cache_tokens=64 * 8192,
       ),
-      harness=config.HarnessConfig(
+      harness=cj.HarnessConfig(
           max_turns=24,
           max_turn_tokens=1024,
           max_context_tokens=window,
           tool_output_bytes=8000,
           tool_seconds=20.0,
       ),
-      rl=config.RlConfig(
+      rl=cj.RlConfig(
           steps=200,
           groups_per_step=16,
           rollouts_per_group=16,
@@ -59,5 +54,5 @@ def experiment() -> config.Experiment:
           checkpoint_every_steps=10,
           eval_every_steps=20,
       ),
-      evaluation=config.EvalConfig(tasks=64),
+      evaluation=cj.EvalConfig(tasks=64),
   )

@@ -10,18 +10,17 @@ weights. The dry run shows what the train step takes.
 
 import dataclasses
 
-from composer_jax import config
-from composer_jax import rope
+import composer_jax as cj
 from experiments.configs import coder
 
 
-def experiment() -> config.Experiment:
+def experiment() -> cj.Experiment:
   whole = coder.experiment()
   return dataclasses.replace(
       whole,
       name='kimi_k2',
       base=None,
-      model=config.ModelConfig(
+      model=cj.ModelConfig(
           vocab=163_840,
           layers=61,
           embed=7168,
@@ -41,7 +40,7 @@ def experiment() -> config.Experiment:
           router='sigmoid',
           routed_scale=2.827,
           rope_theta=5e4,
-          rope_scaling=rope.Yarn(
+          rope_scaling=cj.Yarn(
               32.0,
               4096,
               beta_fast=1.0,
@@ -53,6 +52,6 @@ def experiment() -> config.Experiment:
           dtype='bfloat16',
           remat=True,
       ),
-      mesh=config.MeshConfig(data=1, fsdp=32, expert=2, tensor=8),
+      mesh=cj.MeshConfig(data=1, fsdp=32, expert=2, tensor=8),
       rl=dataclasses.replace(whole.rl, rows_per_batch=64),
   )

@@ -12,64 +12,63 @@ runs. --set=shards.chats.path=DIR reads from elsewhere.
 
 import dataclasses
 
-from composer_jax import config
-from composer_jax.learner import optimizer
+import composer_jax as cj
 from experiments.configs import tiny
 
 
-def experiment() -> config.Experiment:
+def experiment() -> cj.Experiment:
   return dataclasses.replace(
       tiny.experiment(),
       name='midtrain',
       # A bias balances the experts instead of a loss, and a second head that
       # no policy runs predicts one token more (DeepSeek-V3).
-      model=config.ModelConfig(router='sigmoid', mtp_layers=1),
+      model=cj.ModelConfig(router='sigmoid', mtp_layers=1),
       shards=(
-          config.ShardsConfig('code_shards', 'tokens/code'),
-          config.ShardsConfig('chats', 'tokens/chats'),
+          cj.ShardsConfig('code_shards', 'tokens/code'),
+          cj.ShardsConfig('chats', 'tokens/chats'),
       ),
       phases=(
-          config.PhaseConfig(
+          cj.PhaseConfig(
               name='short',
-              optimizer=optimizer.Muon(
+              optimizer=cj.Muon(
                   learning_rate=3e-3,
                   weight_decay=0.01,
-                  schedule=optimizer.Wsd(100, 40, warmup_steps=10),
+                  schedule=cj.Wsd(100, 40, warmup_steps=10),
               ),
               steps=150,
               rows_per_step=16,
               tokens_per_row=256,
               mix=(('code_shards', 1),),
-              balancing=config.Balancing(z=1e-3, bias_speed=1e-2),
-              mtp=config.Mtp(0.3),
+              balancing=cj.Balancing(z=1e-3, bias_speed=1e-2),
+              mtp=cj.Mtp(0.3),
               eval_every_steps=50,
           ),
-          config.PhaseConfig(
+          cj.PhaseConfig(
               name='long',
-              optimizer=optimizer.AdamW(
+              optimizer=cj.AdamW(
                   learning_rate=1e-3,
                   weight_decay=0.01,
-                  schedule=optimizer.Constant(warmup_steps=5),
+                  schedule=cj.Constant(warmup_steps=5),
               ),
               steps=30,
               rows_per_step=4,
               tokens_per_row=1024,
               mix=(('code_shards', 3), ('chats', 1)),
-              balancing=config.Balancing(z=1e-3, bias_speed=1e-2),
-              mtp=config.Mtp(0.1),
+              balancing=cj.Balancing(z=1e-3, bias_speed=1e-2),
+              mtp=cj.Mtp(0.1),
           ),
-          config.PhaseConfig(
+          cj.PhaseConfig(
               name='sft',
-              optimizer=optimizer.AdamW(
+              optimizer=cj.AdamW(
                   learning_rate=5e-4,
-                  schedule=optimizer.Cosine(30, final_fraction=0.0),
+                  schedule=cj.Cosine(30, final_fraction=0.0),
               ),
               steps=30,
               rows_per_step=8,
               tokens_per_row=512,
               mix=(('chats', 1),),
-              balancing=config.Balancing(),
-              mtp=config.Mtp(0.1, distill=True),
+              balancing=cj.Balancing(),
+              mtp=cj.Mtp(0.1, distill=True),
           ),
       ),
   )

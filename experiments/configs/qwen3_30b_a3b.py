@@ -10,17 +10,17 @@ their place. Everything else is that of the `coder` config.
 
 import dataclasses
 
-from composer_jax import config
+import composer_jax as cj
 from experiments.configs import coder
 
 
-def experiment() -> config.Experiment:
+def experiment() -> cj.Experiment:
   whole = coder.experiment()
   return dataclasses.replace(
       whole,
       name='qwen3_30b_a3b',
       base=None,
-      model=config.ModelConfig(
+      model=cj.ModelConfig(
           vocab=151_936,
           layers=48,
           embed=2048,
@@ -35,6 +35,6 @@ def experiment() -> config.Experiment:
           dtype='bfloat16',
           remat=True,
       ),
-      mesh=config.MeshConfig(data=1, fsdp=32, expert=2),
+      mesh=cj.MeshConfig(data=1, fsdp=32, expert=2),
       rl=dataclasses.replace(whole.rl, rows_per_batch=64),
   )

@@ -6,26 +6,21 @@ Three arms show what self-summary learns; the controls are
   --set=harness.summary_trigger_tokens=None  one window, which is too small
 """
 
-from composer_jax import config
-from composer_jax.environments import summary_repair
-from composer_jax.learner import advantages
-from composer_jax.learner import losses
-from composer_jax.learner import optimizer
-from composer_jax.rewards import verify
+import composer_jax as cj
 
 
-def experiment() -> config.Experiment:
-  return config.Experiment(
+def experiment() -> cj.Experiment:
+  return cj.Experiment(
       name='summary',
-      loss=losses.DppoTv(),
-      advantage=advantages.GroupMean(),
-      tasks=summary_repair.SummaryRepair(),
+      loss=cj.DppoTv(),
+      advantage=cj.GroupMean(),
+      tasks=cj.SummaryRepair(),
       # A branch that is right earns 0.15, both are a success.
-      rewards=(verify.Verify(fraction_weight=0.3),),
+      rewards=(cj.Verify(fraction_weight=0.3),),
       # At twice the rate, or with half the prompts, a seed may settle on one
       # digit for every summary before it has found out which one is wanted.
-      rl_optimizer=optimizer.AdamW(learning_rate=5e-4, b2=0.98, clip_norm=0.5),
-      model=config.ModelConfig(
+      rl_optimizer=cj.AdamW(learning_rate=5e-4, b2=0.98, clip_norm=0.5),
+      model=cj.ModelConfig(
           vocab=384,
           layers=2,
           embed=64,
@@ -35,26 +30,26 @@ def experiment() -> config.Experiment:
           experts=4,
           moe_ffn=96,
       ),
-      mesh=config.MeshConfig(data=1),
-      corpus=config.CorpusConfig(max_bytes=400_000),
+      mesh=cj.MeshConfig(data=1),
+      corpus=cj.CorpusConfig(max_bytes=400_000),
       phases=(
-          config.PhaseConfig(
+          cj.PhaseConfig(
               name='midtrain',
-              optimizer=optimizer.AdamW(
+              optimizer=cj.AdamW(
                   learning_rate=3e-3,
                   weight_decay=0.01,
-                  schedule=optimizer.Constant(warmup_steps=20),
+                  schedule=cj.Constant(warmup_steps=20),
               ),
               steps=20,
               rows_per_step=16,
               tokens_per_row=128,
           ),
-          config.PhaseConfig(
+          cj.PhaseConfig(
               name='warmup',
-              optimizer=optimizer.AdamW(
+              optimizer=cj.AdamW(
                   learning_rate=3e-3,
                   weight_decay=0.01,
-                  schedule=optimizer.Cosine(160, warmup_steps=20),
+                  schedule=cj.Cosine(160, warmup_steps=20),
               ),
               steps=160,
               rows_per_step=32,
@@ -62,17 +57,17 @@ def experiment() -> config.Experiment:
               mix=(('demos', 15), ('code', 1)),
           ),
       ),
-      rollout=config.RolloutConfig(
+      rollout=cj.RolloutConfig(
           slots=128, context_tokens=64, prefill_tokens=1024
       ),
-      harness=config.HarnessConfig(
+      harness=cj.HarnessConfig(
           max_turns=2,
           max_turn_tokens=13,
           max_context_tokens=62,
           summary_trigger_tokens=44,
           summary_tokens=2,
       ),
-      rl=config.RlConfig(
+      rl=cj.RlConfig(
           steps=80,
           groups_per_step=16,
           rollouts_per_group=8,
@@ -82,5 +77,5 @@ def experiment() -> config.Experiment:
           workers=256,
           eval_every_steps=20,
       ),
-      evaluation=config.EvalConfig(tasks=128),
+      evaluation=cj.EvalConfig(tasks=128),
   )
