@@ -1,4 +1,4 @@
-"""Frozen configuration and its typed text form.
+"""Frozen configuration: what a run is made of, every field with its range.
 
 An `Experiment` is plain data plus a few OBJECTS (loss, advantage, tasks,
 rewards, optimizers): frozen dataclasses whose fields are their own
@@ -8,17 +8,27 @@ hyper-parameters, so `--set=loss.width=0.2` reaches into them too.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from composer_jax import checks
 from composer_jax import phases
+from composer_jax import reinforcement
 from composer_jax import rope
+from composer_jax.checks import Range
 
-_require = phases.require
 CorpusConfig = phases.CorpusConfig
 ShardsConfig = phases.ShardsConfig
 Balancing = phases.Balancing
 Mtp = phases.Mtp
 PhaseConfig = phases.PhaseConfig
+EvalConfig = reinforcement.EvalConfig
+HarnessConfig = reinforcement.HarnessConfig
+RlConfig = reinforcement.RlConfig
+RolloutConfig = reinforcement.RolloutConfig
+WeightsConfig = reinforcement.WeightsConfig
+
+_Width = Annotated[int, Range(1, 2**20)]
+_Part = Annotated[int, Range(0, 2**20)]  # 0: the model does without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,104 +44,85 @@ class ModelConfig:
   value, the latent: kv_heads=1.
   """
 
-  vocab: int = 512
-  layers: int = 3
-  embed: int = 96
-  q_heads: int = 4
-  kv_heads: int = 2
-  head_dim: int = 32
-  experts: int = 8
-  top_k: int = 2
-  moe_ffn: int = 128  # width of one expert
-  shared_experts: int = 0
+  vocab: Annotated[int, Range(1, 2**24)] = 512
+  layers: Annotated[int, Range(1, 4096)] = 3
+  embed: _Width = 96
+  q_heads: _Width = 4
+  kv_heads: _Width = 2
+  head_dim: _Width = 32
+  experts: Annotated[int, Range(0, 65_534)] = 8
+  top_k: Annotated[int, Range(0, 256)] = 2
+  moe_ffn: _Width = 128  # width of one expert
+  shared_experts: Annotated[int, Range(0, 256)] = 0
   shared_gate: bool = False  # scales what the shared experts add, per token
-  dense_layers: int = 0  # at the start, with one FFN in place of the experts
-  dense_ffn: int = 0  # its width
-  kv_latent: int = 0  # width of what all heads share; 0: grouped-query
-  q_latent: int = 0  # width that queries are made from; 0: the full one
-  rope_dim: int = 0
-  value_dim: int = 0  # of a head, with kv_latent
+  # Layers at the start with one FFN, of this width, in place of the experts.
+  dense_layers: Annotated[int, Range(0, 4096)] = 0
+  dense_ffn: _Part = 0
+  kv_latent: _Part = 0  # width of what all heads share; 0: grouped-query
+  q_latent: _Part = 0  # width that queries are made from; 0: the full one
+  rope_dim: _Part = 0
+  value_dim: _Part = 0  # of a head, with kv_latent
   qkv_bias: bool = False
   qk_norm: bool = False  # of every query and key head
   tied: bool = False  # the head is the transposed embedding
-  router: str = 'softmax'  # or 'sigmoid', with a bias for the choice only
+  # A sigmoid router chooses with a bias that the gates do not have.
+  router: Literal['softmax', 'sigmoid'] = 'softmax'
   renormalize: bool = True  # gates of the chosen sum to routed_scale
-  routed_scale: float = 1.0  # factor of the routed experts' sum
+  # Factor of the routed experts' sum.
+  routed_scale: Annotated[float, Range(0, 1e6, above=True)] = 1.0
   # Experts are chosen among those of the best groups of neighbors. A group
   # counts what its two best experts do.
-  expert_groups: int = 1
-  top_groups: int = 1
+  expert_groups: Annotated[int, Range(1, 65_534)] = 1
+  top_groups: Annotated[int, Range(1, 65_534)] = 1
   # A replayed expert below this share of the weakest live choice is replaced
   # by the live router's own; 0 obeys the record whatever it says.
-  replay_threshold: float = 0.0
-  rope_theta: float = 10_000.0
+  replay_threshold: checks.Share = 0.0
+  rope_theta: Annotated[float, Range(1, 1e12)] = 10_000.0
   rope_scaling: rope.Yarn | rope.Llama3 | None = None
-  norm_eps: float = 1e-6
-  dtype: str = 'float32'  # of activations; published weights are always bf16
+  norm_eps: Annotated[float, Range(0, 1, above=True)] = 1e-6
+  # Of activations; published weights are always bf16.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'
   remat: bool = False  # computes a layer again for its gradient, keeps less
-  mtp_layers: int = 0  # tokens after the next one that training predicts too
-  kernels: str | None = None  # None: triton on a GPU, reference elsewhere
+  # Tokens after the next one that training predicts, too.
+  mtp_layers: Annotated[int, Range(0, 64)] = 0
+  # None: triton on a GPU, reference elsewhere.
+  kernels: Literal['triton', 'reference', 'interpret'] | None = None
 
   def __post_init__(self):
-    _require(
-        self.q_heads % self.kv_heads == 0,
+    checks.fields(self)
+    checks.require(
         self,
-        'q_heads',
-        f'must be a multiple of kv_heads={self.kv_heads}',
+        (
+            self.q_heads % self.kv_heads == 0,
+            'q_heads',
+            f'must be a multiple of kv_heads={self.kv_heads}',
+        ),
+        (
+            min(1, self.experts) <= self.top_k <= self.experts,
+            'top_k',
+            f'must be in [{min(1, self.experts)}, experts={self.experts}]',
+        ),
+        (
+            self.shared_experts or self.experts,
+            'shared_experts',
+            'must be at least 1 in a dense model (experts=0)',
+        ),
+        (
+            self.shared_experts or not self.shared_gate,
+            'shared_gate',
+            'needs shared_experts of at least 1',
+        ),
     )
-    _require(
-        min(1, self.experts) <= self.top_k <= self.experts,
-        self,
-        'top_k',
-        f'must be in [{min(1, self.experts)}, experts={self.experts}]',
-    )
-    _require(
-        self.shared_experts >= (self.experts == 0),
-        self,
-        'shared_experts',
-        'must be at least 0, and 1 in a dense model (experts=0)',
-    )
-    _require(
-        self.shared_experts > 0 or not self.shared_gate,
-        self,
-        'shared_gate',
-        'needs shared_experts of at least 1',
-    )
-    _require(
-        self.router in ('softmax', 'sigmoid'),
-        self,
-        'router',
-        "must be 'softmax' or 'sigmoid'",
-    )
-    _require(self.routed_scale > 0, self, 'routed_scale', 'must be above 0')
-    _require(
-        0 <= self.replay_threshold <= 1,
-        self,
-        'replay_threshold',
-        'must be in [0, 1]',
-    )
-    _require(self.mtp_layers >= 0, self, 'mtp_layers', 'must be at least 0')
     self._check_layers()
     self._check_attention()
-    _require(
-        self.dtype in ('float32', 'bfloat16'),
-        self,
-        'dtype',
-        "must be 'float32' or 'bfloat16'",
-    )
-    _require(
-        self.kernels in (None, 'triton', 'reference', 'interpret'),
-        self,
-        'kernels',
-        "must be 'triton', 'reference', 'interpret' or None",
-    )
 
   def _check_layers(self) -> None:
     dense, groups = self.dense_layers, self.expert_groups
-    size = self.experts // max(groups, 1)
-    for ok, field, cure in (
+    size = self.experts // groups
+    checks.require(
+        self,
         (
-            0 <= dense < self.layers and (self.experts > 0 or not dense),
+            dense < self.layers and (self.experts > 0 or not dense),
             'dense_layers',
             f'must be in [0, layers={self.layers}), and 0 without experts',
         ),
@@ -141,8 +132,7 @@ class ModelConfig:
             f'must be above 0 only if dense_layers={dense} is',
         ),
         (
-            groups == 1
-            or (groups > 1 and size >= 2 and size * groups == self.experts),
+            groups == 1 or (size >= 2 and size * groups == self.experts),
             'expert_groups',
             f'must divide experts={self.experts} into groups of 2 or more',
         ),
@@ -152,33 +142,27 @@ class ModelConfig:
             "above 1 only with router='sigmoid'",
         ),
         (
-            1 <= self.top_groups <= groups
-            and self.top_k <= self.top_groups * size,
+            self.top_groups <= groups and self.top_k <= self.top_groups * size,
             'top_groups',
             f'must be in [1, expert_groups={groups}] and hold'
             f' top_k={self.top_k} experts',
         ),
-    ):
-      _require(ok, self, field, cure)
+    )
 
   def _check_attention(self) -> None:
     latent = self.kv_latent > 0
     rotated = 'rope_dim' if latent else 'head_dim'
-    for field in ('rope_dim', 'value_dim'):
-      _require(
-          (getattr(self, field) > 0) == latent,
-          self,
-          field,
-          f'must be above 0 only if kv_latent={self.kv_latent} is',
-      )
-    for ok, field, cure in (
+    both = f'must be above 0 only if kv_latent={self.kv_latent} is'
+    checks.require(
+        self,
+        ((self.rope_dim > 0) == latent, 'rope_dim', both),
+        ((self.value_dim > 0) == latent, 'value_dim', both),
         (getattr(self, rotated) % 2 == 0, rotated, 'must be even (RoPE)'),
         (latent or not self.q_latent, 'q_latent', 'needs kv_latent above 0'),
         (not latent or self.kv_heads == 1, 'kv_heads', 'is 1 with kv_latent'),
         (not (latent and self.qkv_bias), 'qkv_bias', 'not with kv_latent'),
         (not (latent and self.qk_norm), 'qk_norm', 'not with kv_latent'),
-    ):
-      _require(ok, self, field, cure)
+    )
 
   @property
   def moe_layers(self) -> int:
@@ -203,6 +187,9 @@ class ModelConfig:
     )
 
 
+_Devices = Annotated[int, Range(1, 8192)]
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
   """How many devices the trainer's work is split over, along four axes.
@@ -210,15 +197,15 @@ class MeshConfig:
   The rows of a batch are split over data x fsdp x expert.
   """
 
-  data: int = 2  # copies of the weights
-  fsdp: int = 1  # splits every tensor; a layer is gathered while it runs
-  expert: int = 1  # splits the experts
-  tensor: int = 1  # splits heads and the FFNs' columns
+  data: _Devices = 2  # copies of the weights
+  fsdp: _Devices = 1  # splits every tensor; a layer is gathered while it runs
+  expert: _Devices = 1  # splits the experts
+  tensor: _Devices = 1  # splits heads and the FFNs' columns
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      ok = getattr(self, field.name) > 0
-      _require(ok, self, field.name, 'must be at least 1')
+    checks.fields(self)
+    if self.devices > 8192:
+      raise ValueError(f'{self.text()}: must be at most 8,192 devices')
 
   @property
   def row_shards(self) -> int:
@@ -236,104 +223,6 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-  slots: int = 256  # sequences decoded together
-  context_tokens: int = 128  # longest sequence, prompt included
-  steps_per_sync: int = 2  # decode steps per host round trip
-  prefill_tokens: int = 2048  # most prompt tokens between two decode blocks
-  cache_tokens: int | None = None  # of all slots; None: never short of room
-  # What new weights do to a running turn: it goes on with them ('async'), or
-  # ends on the old ones while new requests wait ('sync').
-  swap: str = 'async'
-
-  def __post_init__(self):
-    _require(
-        self.swap in ('async', 'sync'),
-        self,
-        'swap',
-        "must be 'async' or 'sync'",
-    )
-    _require(self.prefill_tokens >= 4, self, 'prefill_tokens', 'must be >= 4')
-    _require(
-        self.cache_tokens is None or self.cache_tokens >= self.context_tokens,
-        self,
-        'cache_tokens',
-        f'must hold one context of {self.context_tokens} tokens on every lane',
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class HarnessConfig:
-  max_turns: int = 3
-  max_turn_tokens: int = 16
-  max_context_tokens: int = 128
-  tool_output_bytes: int = 200
-  tool_seconds: float = 5.0
-  # A context window that grows to this length ends with a summary by the
-  # policy, and another window begins with it. None: one window an episode.
-  summary_trigger_tokens: int | None = None
-  summary_tokens: int = 16  # sampled at most for one
-  train_summaries: bool = True  # False: a summary is context, in no loss
-
-  def __post_init__(self):
-    if self.summary_trigger_tokens is not None:
-      room = self.max_turn_tokens + self.summary_tokens
-      _require(
-          0 < self.summary_trigger_tokens < self.max_context_tokens - room,
-          self,
-          'summary_trigger_tokens',
-          f'must be positive and leave max_turn_tokens + summary_tokens={room}'
-          f' and a query below max_context_tokens={self.max_context_tokens}',
-      )
-
-
-@dataclasses.dataclass(frozen=True)
-class RlConfig:
-  steps: int = 100
-  groups_per_step: int = 12
-  rollouts_per_group: int = 16
-  # Tasks a prompt draws one from, rather of a kind that is not yet always
-  # solved; 1: as they come.
-  candidates_per_prompt: int = 1
-  max_staleness_versions: int = 2  # 0: synchronous, fully on-policy
-  # Rows of one packed micro-batch, the shape a step is compiled for; a step
-  # accumulates over as many as its rollouts fill.
-  rows_per_batch: int = 32
-  tokens_per_row: int = 256
-  norm_tokens: int = 8  # L_norm: Z = rollouts in the batch x norm_tokens
-  withhold_staleness_versions: int = 8  # older tokens leave the loss only
-  lease_seconds: float = 60.0
-  workers: int = 256  # rollouts in flight
-  checkpoint_every_steps: int = 20
-  eval_every_steps: int = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-  tasks: int = 256
-  seed: int = 1_000_003  # task seeds; disjoint from training by construction
-  showcase: int = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightsConfig:
-  codec: str = 'E'  # of deltas; D2 is faster and larger, F slower and smaller
-  tile_elements: int = 262_144
-  base_every_versions: int = 100
-  skip_every_versions: int = 8
-  keep_bases: int = 2
-  raw_above_changed_fraction: float = 0.9
-
-  def __post_init__(self):
-    _require(
-        self.codec in ('D2', 'E', 'F'),
-        self,
-        'codec',
-        "must be 'D2', 'E' or 'F'",
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class Experiment:
   """Everything a run needs; built by `experiment()` of a config module."""
 
@@ -344,7 +233,7 @@ class Experiment:
   rewards: tuple[Any, ...]
   rl_optimizer: Any
   phases: tuple[PhaseConfig, ...]
-  seed: int = 0
+  seed: checks.Seed = 0
   # Folder of a published model to start from: its sizes take the place of
   # `model`, its tokenizer that of one that is fitted.
   base: str | None = None
@@ -359,6 +248,7 @@ class Experiment:
   weights: WeightsConfig = WeightsConfig()
 
   def __post_init__(self):
+    checks.fields(self)
     window = self.harness.max_context_tokens
     for name, room in (
         ('rollout.context_tokens', self.rollout.context_tokens),

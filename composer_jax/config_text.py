@@ -139,11 +139,14 @@ def _list(names: Iterable[str]) -> str:
 _MOVED = {
     f'composer_jax.agents.{old}': f'composer_jax.environments.{new}'
     for old, new in (
-        ('harbor:Directory', 'harbor:Directory'),
+        ('harbor:Directory', 'harbor:HarborDirectory'),
         ('human_eval:HumanEval', 'human_eval:HumanEval'),
         ('micro_repair:MicroRepair', 'micro_repair:MicroRepair'),
         ('relay:Relay', 'summary_repair:SummaryRepair'),
     )
+} | {
+    f'composer_jax.config:{name}Config': f'composer_jax.reinforcement:{name}Config'
+    for name in ('Eval', 'Harness', 'Rl', 'Rollout', 'Weights')
 }
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
-
-def require(ok: bool, owner: Any, field: str, cure: str) -> None:
-  """Raises a ValueError that names a field, its value and the cure."""
-  if not ok:
-    value = getattr(owner, field)
-    raise ValueError(f'{type(owner).__name__}.{field}={value!r}: {cure}')
+from composer_jax import checks
+from composer_jax.checks import Range
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusConfig:
-  path: str | None = None  # None: the running interpreter's standard library
+  """Files of code: the source 'code' of a phase.
+
+  Attributes:
+    path: Directory; None: the running interpreter's standard library.
+    suffix: Of the files.
+    max_bytes: Bytes that are read at most.
+    heldout_fraction: Share of the files, chosen by hash of their name, that is
+      never trained on.
+  """
+
+  path: str | None = None
   suffix: str = '.py'
-  max_bytes: int = 6_000_000
-  heldout_fraction: float = 0.02  # of files, chosen by hash of their name
+  max_bytes: Annotated[int, Range(1, 2**40)] = 6_000_000
+  heldout_fraction: checks.Share = 0.02
+
+  def __post_init__(self):
+    checks.fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +36,11 @@ class ShardsConfig:
 
   name: str  # for `PhaseConfig.mix`
   path: str
-  heldout_bytes: int = 1_000_000  # of text that it is measured on, at most
+  # Of text that it is measured on, at most.
+  heldout_bytes: Annotated[int, Range(0, 2**40)] = 1_000_000
 
   def __post_init__(self):
-    require(self.heldout_bytes >= 0, self, 'heldout_bytes', 'must be >= 0')
+    checks.fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +54,12 @@ class Balancing:
       chosen with (DeepSeek-V3, arXiv 2412.19437).
   """
 
-  aux: float = 0.0
-  z: float = 0.0
-  bias_speed: float = 0.0
+  aux: checks.Weight = 0.0
+  z: checks.Weight = 0.0
+  bias_speed: checks.Share = 0.0
 
   def __post_init__(self):
-    for field in ('aux', 'z', 'bias_speed'):
-      require(getattr(self, field) >= 0, self, field, 'must be >= 0')
+    checks.fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +73,11 @@ class Mtp:
       nothing from it.
   """
 
-  weight: float = 0.0
+  weight: checks.Weight = 0.0
   distill: bool = False
 
   def __post_init__(self):
-    require(self.weight >= 0, self, 'weight', 'must be >= 0')
+    checks.fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,32 +101,27 @@ class PhaseConfig:
 
   name: str
   optimizer: Any
-  steps: int
-  rows_per_step: int
-  tokens_per_row: int
+  steps: checks.Count
+  rows_per_step: checks.Rows
+  tokens_per_row: checks.Tokens
   mix: tuple[tuple[str, float], ...] = (('code', 1.0),)
   balancing: Balancing = Balancing(aux=0.01)
   mtp: Mtp = Mtp()
-  eval_every_steps: int | None = None
+  eval_every_steps: checks.Count | None = None
 
   def __post_init__(self):
-    require(
-        self.name.isidentifier() and self.name not in ('rl', 'eval'),
+    checks.fields(self)
+    checks.require(
         self,
-        'name',
-        "must be an identifier, and neither 'rl' nor 'eval'",
-    )
-    require(self.steps > 0, self, 'steps', 'must be positive')
-    require(
-        len(dict(self.mix)) == len(self.mix) > 0
-        and all(weight > 0 for _, weight in self.mix),
-        self,
-        'mix',
-        'must name each source once, with a positive weight',
-    )
-    require(
-        self.eval_every_steps is None or self.eval_every_steps > 0,
-        self,
-        'eval_every_steps',
-        'must be positive or None',
+        (
+            self.name.isidentifier() and self.name not in ('rl', 'eval'),
+            'name',
+            "must be an identifier, and neither 'rl' nor 'eval'",
+        ),
+        (
+            len(dict(self.mix)) == len(self.mix) > 0
+            and all(0 < weight <= 1e6 for _, weight in self.mix),
+            'mix',
+            'must name each source once, with a weight above 0 (at most 1e6)',
+        ),
     )

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated
 
+from composer_jax import checks
+from composer_jax.checks import Range
 
-def _check(owner: Any, checks: Sequence[tuple[bool, str, str]]) -> None:
-  for ok, field, cure in checks:
-    if not ok:
-      value = getattr(owner, field)
-      raise ValueError(f'{type(owner).__name__}.{field}={value!r}: {cure}')
-
-
-def _window(owner: Yarn | Llama3) -> Sequence[tuple[bool, str, str]]:
-  return (
-      (owner.factor >= 1, 'factor', 'must be at least 1'),
-      (owner.original_tokens > 0, 'original_tokens', 'must be above 0'),
-  )
+_Turns = Annotated[float, Range(0, 1e6, above=True)]
+_Growth = Annotated[float, Range(1, 1e6)]
 
 
 def frequencies(theta: float, dims: int) -> list[float]:
@@ -42,27 +33,23 @@ class Yarn:
     attention_factor: the amplitude itself, or None.
   """
 
-  factor: float
-  original_tokens: int
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
+  factor: _Growth
+  original_tokens: checks.Tokens
+  beta_fast: _Turns = 32.0
+  beta_slow: _Turns = 1.0
   truncate: bool = True
-  mscale: float = 0.0
-  mscale_all_dim: float = 0.0
-  attention_factor: float | None = None
+  mscale: checks.Weight = 0.0
+  mscale_all_dim: checks.Weight = 0.0
+  attention_factor: checks.Weight | None = None
 
   def __post_init__(self):
-    _check(
+    checks.fields(self)
+    checks.require(
         self,
         (
-            *_window(self),
-            (
-                0 < self.beta_slow <= self.beta_fast,
-                'beta_slow',
-                f'must be above 0, and at most beta_fast={self.beta_fast}',
-            ),
-            (self.mscale >= 0, 'mscale', 'must be at least 0'),
-            (self.mscale_all_dim >= 0, 'mscale_all_dim', 'must be at least 0'),
+            self.beta_slow <= self.beta_fast,
+            'beta_slow',
+            f'must be at most beta_fast={self.beta_fast}',
         ),
     )
 
@@ -115,23 +102,21 @@ class Llama3:
     high_freq_factor: turns in that window, above which it stays as it is.
   """
 
-  factor: float
-  original_tokens: int
-  low_freq_factor: float = 1.0
-  high_freq_factor: float = 4.0
+  factor: _Growth
+  original_tokens: checks.Tokens
+  low_freq_factor: _Turns = 1.0
+  high_freq_factor: _Turns = 4.0
   amplitude = score_scale = 1.0
 
   def __post_init__(self):
+    checks.fields(self)
     high = self.high_freq_factor
-    _check(
+    checks.require(
         self,
         (
-            *_window(self),
-            (
-                0 < self.low_freq_factor < high,
-                'low_freq_factor',
-                f'must be above 0 and below high_freq_factor={high}',
-            ),
+            self.low_freq_factor < high,
+            'low_freq_factor',
+            f'must be below high_freq_factor={high}',
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import os
 
 from absl import flags as absl_flags
@@ -26,32 +26,43 @@ def define() -> None:
   )
 
 
-def _plan(cfg: config.Experiment) -> str:
-  """Also what the steps take, if the mesh is larger than a machine."""
+def _plan(cfg: config.Experiment, rl: bool) -> str:
+  """What a run will do; what its steps take, if it needs more than a machine."""
   from composer_jax.runs import footprint
   from composer_jax.runs import plan
+  from composer_jax.runs import preflight
   from experiments import machine
+  from kernels_triton import launch as kernels
 
-  plan.check(cfg)
   if cfg.mesh.devices <= machine.MAX_HOST_DEVICES:
+    preflight.check(cfg, rl=rl, memory_bytes=machine.memory_bytes())
+    kernels.resolve(cfg.model.kernels)
     return plan.text(cfg)
   machine.pretend(cfg.mesh.devices)
   return plan.text(cfg, footprint.of(cfg))
 
 
-def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
+def main(
+    work: Callable[..., bool],
+    *,
+    rl: bool = True,
+    leaves: Sequence[str] = (),
+    join: Callable[[], int] = lambda: 1,
+) -> int:
   """Resolves the config, opens the work directory and runs `work`.
 
   Args:
-    work: called with a `pipeline.Run`; False if it stopped before its end.
-    join: joins the job of several processes that `work` runs in.
+    work: Called with a `pipeline.Run`; False if it stopped before its end.
+    rl: Whether it plays tasks.
+    leaves: Files of the work directory that it has made at its end.
+    join: Joins the job of several processes that `work` runs in.
 
   Returns:
     Exit code: 0, also after a Ctrl-C that was handled.
   """
   cfg = flags.experiment()
   if absl_flags.FLAGS.dry_run:
-    print(_plan(cfg))
+    print(_plan(cfg, rl))
     return 0
   processes = join()
   with job.in_turn('workdir'):
@@ -61,13 +72,21 @@ def main(work: Callable[..., bool], join: Callable[[], int] = lambda: 1) -> int:
   from composer_jax.learner import step
   from composer_jax.runs import manifest
   from composer_jax.runs import pipeline
+  from composer_jax.runs import preflight
   from experiments import machine
   from kernels_triton import contract
   from kernels_triton import launch as kernels
 
+  if rl and workdir and pipeline.finished(cfg, workdir, leaves):
+    print(
+        f'{workdir}: this run is finished, {pipeline.steps_done(workdir)} RL'
+        f' steps are done (rl.steps={cfg.rl.steps}); raise rl.steps to go on'
+    )
+    return 0
   devices = machine.setup_devices(
       cfg, absl_flags.FLAGS.compilation_cache, processes
   )
+  preflight.check(cfg, rl=rl, memory_bytes=machine.memory_bytes())
   facts = manifest.build(
       cfg,
       devices=[*devices.train, devices.rollout],

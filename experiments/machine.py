@@ -97,6 +97,13 @@ def setup_devices(
   return Devices(devices[:want], devices[min(want, len(devices) - 1)])
 
 
+def memory_bytes() -> int | None:
+  """Memory of this machine; None where an accelerator would hold the model."""
+  if importlib.util.find_spec('jax_plugins') is not None:
+    return None
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
 def pretend(devices: int) -> None:
   """Starts jax with this many devices that can compile, and hold nothing."""
   jax.config.update('jax_platforms', 'cpu')

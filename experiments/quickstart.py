@@ -37,7 +37,7 @@ def _work(run) -> bool:
 
 
 def main() -> int:
-  return launch.main(_work)
+  return launch.main(_work, leaves=('summary.json', 'report.html'))
 
 
 if __name__ == '__main__':

@@ -50,7 +50,7 @@ class OverrideTest(parameterized.TestCase):
   @parameterized.parameters(
       ('rl.steps=50', lambda e: e.rl.steps, 50),
       ('rl.steps=1_000', lambda e: e.rl.steps, 1000),
-      ('seed=-3', lambda e: e.seed, -3),
+      ('seed=3', lambda e: e.seed, 3),
       ('name=fast run', lambda e: e.name, 'fast run'),
       ('name=7', lambda e: e.name, '7'),
       ('name=a=b', lambda e: e.name, 'a=b'),

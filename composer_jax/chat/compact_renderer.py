@@ -36,6 +36,8 @@ OPERATORS = (
     *('+=', '-=', '*=', '//=', '/=', '%=', '==', '!=', '<=', '>='),
     *('//', '**', '->', '[0]', '[1]', '[-1]', '):'),
 )
+# Entries of every tokenizer: what a fit starts from, and room for operators.
+LEAST_VOCAB = len(SPECIAL_TOKENS) + 256 + 2 * len(OPERATORS)
 _PIECES = (
     r' ?[A-Za-z_]+',  # identifiers and words with the space before them
     r'\[-?\d\]',  # constant index
@@ -73,9 +75,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> tokenizers.Tokenizer:
   Raises:
     ValueError: `vocab` leaves no room for the operators.
   """
-  least = len(SPECIAL_TOKENS) + 256 + 2 * len(OPERATORS)
-  if vocab < least:
-    raise ValueError(f'vocab={vocab}: must be at least {least}')
+  if vocab < LEAST_VOCAB:
+    raise ValueError(f'vocab={vocab}: must be at least {LEAST_VOCAB}')
   # Frequent enough to be merged early, however rare in the texts.
   drill: Iterator[str] = itertools.repeat(' '.join(OPERATORS * 20), 2000)
   tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -68,11 +68,6 @@ def load(cfg: config.CorpusConfig) -> Corpus:
     ValueError: no such directory, fewer than two usable files, or a value of
       `cfg` out of range.
   """
-  if not 0 <= cfg.heldout_fraction < 1:
-    raise ValueError(
-        f'CorpusConfig.heldout_fraction={cfg.heldout_fraction}: must be in'
-        ' [0, 1)'
-    )
   root = pathlib.Path(cfg.path or sysconfig.get_path('stdlib'))
   excluded = frozenset() if cfg.path else _NOT_LIBRARY_CODE
   if not root.is_dir():

@@ -13,13 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
+from composer_jax import checks
 from composer_jax import trace
-
-MIN_VALID = 2  # a mean over fewer rollouts is no baseline
-_ZERO_SPREAD = 1e-6
 
 
 class Advantage(Protocol):
+  """Credit of the members of a group."""
 
   def __call__(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """Advantages f64 [G] from rewards f64 [G]; 0 where valid [G] is False."""
@@ -50,17 +49,15 @@ class GroupStandard:
   Weighs a prompt up when it is nearly always solved or nearly always failed.
   """
 
-  epsilon: float = 1e-6
+  epsilon: checks.Share = 1e-6
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
     members = rewards[valid]
     centred = np.where(valid, rewards - np.mean(members), 0.0)
     return centred / (np.std(members) + self.epsilon)
-
-
-def zero_variance(rewards: np.ndarray) -> bool:
-  """True if the rewards [G] are too close to teach anything."""
-  return bool(np.ptp(rewards) <= _ZERO_SPREAD)
 
 
 def group_advantages(
@@ -73,9 +70,8 @@ def group_advantages(
     advantage: `GroupMean`, `GroupStandard`, or any other.
 
   Returns:
-    f64 [G], 0 for invalid members (which must not be packed); None if fewer
-    than `MIN_VALID` members are valid or all valid rewards agree: the group
-    is consumed without training on it.
+    f64 [G], 0 for invalid members (which must not be packed); None if the valid
+    ones have a `trace.fault`: the group is consumed without training on it.
 
   Raises:
     ValueError: members of different groups, or a reward that is not finite.
@@ -90,6 +86,6 @@ def group_advantages(
         f'reward={rewards.tolist()} in group {sorted(names)}: must be finite;'
         ' a grade that failed is reward=None'
     )
-  if np.count_nonzero(valid) < MIN_VALID or zero_variance(rewards[valid]):
+  if trace.fault([t for t in group if t.valid]):
     return None
   return advantage(rewards, valid)

@@ -12,13 +12,18 @@ gathers it from all devices first.
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from composer_jax import checks
+from composer_jax.checks import Range
 from composer_jax.learner import batch
 
 _LOG_RATIO_BOUND = 20.0
+_Bound = Annotated[float, Range(0, math.inf, above=True)]  # inf: none
 
 
 def rollout_sums(rollouts: jax.Array, *terms: jax.Array) -> list[jax.Array]:
@@ -120,10 +125,13 @@ class DppoTv:
       trained token exceeds this, nats; None switches it off.
   """
 
-  width: float = 0.2
-  max_ratio: float = 5.0
-  drift: float = 1e-3
-  sequence_drift: float | None = None
+  width: _Bound = 0.2
+  max_ratio: _Bound = 5.0
+  drift: checks.Weight = 1e-3
+  sequence_drift: checks.Weight | None = None
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -168,7 +176,10 @@ class Composer2:
     kl: coefficient; the reference system's is not public.
   """
 
-  kl: float = 0.0
+  kl: checks.Weight = 0.0
+
+  def __post_init__(self):
+    checks.fields(self)
 
   @property
   def needs_reference(self) -> bool:
@@ -209,8 +220,11 @@ class GrpoClip:
     high: and at 1 + high.
   """
 
-  low: float = 0.2
-  high: float = 0.28
+  low: checks.Share = 0.2
+  high: _Bound = 0.28
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -234,8 +248,11 @@ class Cispo:
     max_ratio: upper bound of the weight.
   """
 
-  min_ratio: float = 0.0
-  max_ratio: float = 5.0
+  min_ratio: checks.Weight = 0.0
+  max_ratio: _Bound = 5.0
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -263,8 +280,11 @@ class Gspo:
     high: and at 1 + high.
   """
 
-  low: float = 3e-4
-  high: float = 4e-4
+  low: checks.Share = 3e-4
+  high: _Bound = 4e-4
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -293,8 +313,11 @@ class IcePop:
     high: largest ratio kept.
   """
 
-  low: float = 0.5
-  high: float = 5.0
+  low: checks.Weight = 0.5
+  high: _Bound = 5.0
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -319,7 +342,10 @@ class M2po:
     second_moment: bound on the mean of l^2, nats squared.
   """
 
-  second_moment: float = 0.04
+  second_moment: _Bound = 0.04
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats
@@ -354,8 +380,11 @@ class Ipo:
     drift: coefficient of the regulariser towards the behaviour policy.
   """
 
-  width: float = 0.3
-  drift: float = 1e-3
+  width: _Bound = 0.3
+  drift: checks.Weight = 1e-3
+
+  def __post_init__(self):
+    checks.fields(self)
 
   def __call__(
       self, stats: batch.TokenStats

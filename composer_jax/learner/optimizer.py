@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from composer_jax import checks
+from composer_jax.checks import Range
+
 
 def _ramp(count: jax.Array, steps: int) -> jax.Array:
   """Linear warmup whose first update already moves: by 1 / steps, not 0."""
   return jnp.minimum(1.0, (count + 1) / max(steps, 1))
-
-
-def _check_steps(schedule: Constant | Cosine | Wsd) -> None:
-  for field in dataclasses.fields(schedule):
-    value = getattr(schedule, field.name)
-    least = int(field.name == 'decay_steps')
-    if field.name.endswith('_steps') and value < least:
-      raise ValueError(
-          f'{type(schedule).__name__}.{field.name}={value}: must be at least'
-          f' {least}'
-      )
-    if field.name == 'final_fraction' and not 0 <= value <= 1:
-      raise ValueError(
-          f'{type(schedule).__name__}.{field.name}={value}: must be in [0, 1]'
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +28,10 @@ class Constant:
     warmup_steps: of the ramp.
   """
 
-  warmup_steps: int = 0
+  warmup_steps: checks.Natural = 0
 
   def __post_init__(self):
-    _check_steps(self)
+    checks.fields(self)
 
   def __call__(self, count: jax.Array) -> jax.Array:
     """Fraction of the peak for the update after `count` others."""
@@ -58,12 +48,12 @@ class Cosine:
     final_fraction: of the peak, where it ends and stays.
   """
 
-  decay_steps: int
-  warmup_steps: int = 0
-  final_fraction: float = 0.1
+  decay_steps: checks.Count
+  warmup_steps: checks.Natural = 0
+  final_fraction: checks.Share = 0.1
 
   def __post_init__(self):
-    _check_steps(self)
+    checks.fields(self)
 
   def __call__(self, count: jax.Array) -> jax.Array:
     """Fraction of the peak for the update after `count` others."""
@@ -87,15 +77,21 @@ class Wsd:
     final_fraction: of the peak, where the decay ends and stays.
   """
 
-  stable_steps: int
-  decay_steps: int
-  warmup_steps: int = 0
-  final_fraction: float = 0.1
+  stable_steps: checks.Natural
+  decay_steps: checks.Count
+  warmup_steps: checks.Natural = 0
+  final_fraction: checks.Share = 0.1
 
   def __post_init__(self):
-    _check_steps(self)
-    if not self.final_fraction:
-      raise ValueError('Wsd.final_fraction=0: an exponential never gets there')
+    checks.fields(self)
+    checks.require(
+        self,
+        (
+            self.final_fraction,
+            'final_fraction',
+            'must be above 0; an exponential never gets there',
+        ),
+    )
 
   def __call__(self, count: jax.Array) -> jax.Array:
     """Fraction of the peak for the update after `count` others."""
@@ -146,16 +142,9 @@ def _muon_axes(params: optax.Params) -> optax.Params:
   return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _check(owner: AdamW | Muon) -> None:
-  for field, ok in (
-      ('learning_rate', owner.learning_rate > 0),
-      ('clip_norm', owner.clip_norm > 0),
-  ):
-    if not ok:
-      raise ValueError(
-          f'{type(owner).__name__}.{field}={getattr(owner, field)}: must be'
-          ' positive'
-      )
+_Rate = Annotated[float, Range(0, 10, above=True)]
+_Decay = Annotated[float, Range(0, 1 - 1e-9)]  # of a moving average
+_Norm = Annotated[float, Range(0, math.inf, above=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,16 +161,16 @@ class AdamW:
     schedule: object that maps the number of updates to a fraction of the peak.
   """
 
-  learning_rate: float = 3e-4
-  b1: float = 0.9
-  b2: float = 0.95
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
+  learning_rate: _Rate = 3e-4
+  b1: _Decay = 0.9
+  b2: _Decay = 0.95
+  eps: Annotated[float, Range(0, 1, above=True)] = 1e-8
+  weight_decay: Annotated[float, Range(0, 10)] = 0.0
+  clip_norm: _Norm = 1.0
   schedule: Constant | Cosine | Wsd = Constant()
 
   def __post_init__(self):
-    _check(self)
+    checks.fields(self)
 
   def rate(self, count: jax.Array) -> jax.Array:
     """Learning rate of the update after `count` others."""
@@ -217,14 +206,14 @@ class Muon:
     schedule: object that maps the number of updates to a fraction of the peak.
   """
 
-  learning_rate: float = 3e-4
-  momentum: float = 0.95
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
+  learning_rate: _Rate = 3e-4
+  momentum: _Decay = 0.95
+  weight_decay: Annotated[float, Range(0, 10)] = 0.0
+  clip_norm: _Norm = 1.0
   schedule: Constant | Cosine | Wsd = Constant()
 
   def __post_init__(self):
-    _check(self)
+    checks.fields(self)
 
   def rate(self, count: jax.Array) -> jax.Array:
     """Learning rate of the update after `count` others."""

@@ -157,6 +157,8 @@ def _plan(
   def size(i):
     return len(items[i].trace)
 
+  # All of a rollout or nothing: it works on a copy of `used`, the tokens taken
+  # of each row, so a rollout that does not fit leaves the batch as it was.
   def fit(members, used):
     used, spots = list(used), []
     for i in members:
@@ -165,11 +167,13 @@ def _plan(
       if row is None:
         return None
       spots.append((i, row, used[row]))
+      # The next one starts where a key block does, or its bits would change.
       blocks = -(-(used[row] + size(i)) // shape.key_block)
       used[row] = blocks * shape.key_block
     return used, spots
 
-  # Both sorts are stable: ties keep the order of `items`.
+  # The longest first, so that the short ones fill what is left. Both sorts are
+  # stable: ties keep the order of `items`.
   ordered = sorted(
       (sorted(m, key=size, reverse=True) for m in rollouts.values()),
       key=lambda m: sum(map(size, m)),
@@ -187,7 +191,7 @@ def _plan(
         used[b], spots = found
         plans[b] += spots
         break
-      if used[b] == empty:
+      if used[b] == empty:  # no batch has more room
         raise ValueError(
             f'rollout {items[members[0]].rollout}: its {len(members)} segments'
             f' of {sum(map(size, members))} tokens do not fit into one batch'

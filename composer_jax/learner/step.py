@@ -31,6 +31,7 @@ from composer_jax.model import sharding
 from composer_jax.model import transformer
 
 Batch = batch_lib.Batch
+_EXPLICIT = (jax.sharding.AxisType.Explicit,) * len(sharding.AXES)
 _UNBALANCED, _NO_MTP = config.Balancing(), config.Mtp()  # as in RL
 
 
@@ -50,14 +51,20 @@ def make_mesh(cfg: config.MeshConfig) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(
       np.asarray(devices[: cfg.devices]).reshape(shape),
       sharding.AXES,
-      axis_types=(jax.sharding.AxisType.Explicit,) * len(shape),
+      axis_types=_EXPLICIT,
   )
+
+
+def abstract_mesh(cfg: config.MeshConfig) -> jax.sharding.AbstractMesh:
+  """Mesh without devices, to find out what each of them would hold."""
+  shape = dataclasses.astuple(cfg)
+  return jax.sharding.AbstractMesh(shape, sharding.AXES, axis_types=_EXPLICIT)
 
 
 def abstract_state(
     cfg: config.ModelConfig,
     tx: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
 ) -> batch_lib.TrainState:
   """Shapes and shardings of a state, to restore one to.
 

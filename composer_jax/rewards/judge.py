@@ -10,6 +10,7 @@ judge that does not answer is no judge: the rollout is invalid, never worth 0.
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 from collections.abc import Mapping
 import dataclasses
 import difflib
@@ -18,9 +19,11 @@ import os
 import secrets
 import weakref
 
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax.agents import harness
 from composer_jax.agents import tools
+from composer_jax.checks import Range
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import rubric as rubric_lib
 from composer_jax.rewards import verify
@@ -186,22 +189,23 @@ class Judge:
   base_url: str
   model: str
   key_variable: str = ''
-  influence: float = hierarchy.INFLUENCE
-  deadline_seconds: float = 10.0
-  max_tokens: int = 512
+  # More, and it could outvote tests.
+  influence: Annotated[float, Range(0, hierarchy.INFLUENCE, above=True)] = (
+      hierarchy.INFLUENCE
+  )
+  deadline_seconds: checks.Seconds = 10.0
+  max_tokens: checks.Count = 512
 
   def __post_init__(self):
-    if not 0 < self.influence <= hierarchy.INFLUENCE:
-      raise ValueError(
-          f'Judge.influence={self.influence}: must be in (0,'
-          f' {hierarchy.INFLUENCE}], or it could outvote tests'
-      )
-    if not self.base_url.startswith(('http://', 'https://')):
-      raise ValueError(f'Judge.base_url={self.base_url!r}: must be http(s)://')
-    if self.deadline_seconds <= 0:
-      raise ValueError(
-          f'Judge.deadline_seconds={self.deadline_seconds}: must be above 0'
-      )
+    checks.fields(self)
+    checks.require(
+        self,
+        (
+            self.base_url.startswith(('http://', 'https://')),
+            'base_url',
+            'must be http(s)://',
+        ),
+    )
     rubric_lib.load(self.rubric)
 
   @property

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Annotated
 
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax.agents import harness
+from composer_jax.checks import Range
 from composer_jax.rewards import hierarchy
 from composer_jax.rewards import signals
 from composer_jax.rewards import verify
@@ -42,25 +45,17 @@ class LengthPenalty:
     turn: of a turn.
   """
 
-  influence: float = 0.1
-  full_at: float = 4096.0
-  k: float = 1e-2
-  q: float = 0.5
-  sampled: float = 1.0
-  shown: float = 0.1
-  call: float = 0.0
-  turn: float = 0.0
+  influence: Annotated[float, Range(0, hierarchy.INFLUENCE, above=True)] = 0.1
+  full_at: Annotated[float, Range(0, 1e12, above=True)] = 4096.0
+  k: checks.Weight = 1e-2
+  q: checks.Weight = 0.5
+  sampled: checks.Weight = 1.0
+  shown: checks.Weight = 0.1
+  call: checks.Weight = 0.0
+  turn: checks.Weight = 0.0
 
   def __post_init__(self):
-    if not 0 < self.influence <= hierarchy.INFLUENCE:
-      raise ValueError(
-          f'LengthPenalty.influence={self.influence}: must be in (0,'
-          f' {hierarchy.INFLUENCE}]'
-      )
-    for name in ('full_at', 'k', 'q', 'sampled', 'shown', 'call', 'turn'):
-      value = getattr(self, name)
-      if not 0 <= value < math.inf or (name == 'full_at' and not value):
-        raise ValueError(f'LengthPenalty.{name}={value}: must be above 0')
+    checks.fields(self)
 
   def length(self, episode: harness.Episode) -> float:
     """x of an episode. The prompt of a window is nobody's doing."""

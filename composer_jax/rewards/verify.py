@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+from typing import Annotated
 
+from composer_jax import checks
 from composer_jax import task as task_lib
 from composer_jax import trace
 from composer_jax.agents import harness
+from composer_jax.checks import Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,10 @@ class Verify:
       submission for the easy cases pays better than trying.
   """
 
-  fraction_weight: float = 0.0
+  fraction_weight: Annotated[float, Range(0, 0.3)] = 0.0
 
   def __post_init__(self):
-    if not 0 <= self.fraction_weight <= 0.3:
-      raise ValueError(
-          f'Verify.fraction_weight={self.fraction_weight}: must be in [0, 0.3]'
-      )
+    checks.fields(self)
 
   async def __call__(
       self, task: task_lib.Task, episode: harness.Episode

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import json
 import pathlib
 
 import time
@@ -21,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from composer_jax import atomic
 from composer_jax import config
+from composer_jax import config_text
 from composer_jax import trace
 from composer_jax.data import sources
 from composer_jax.fleet import ledger as ledger_lib
@@ -31,8 +32,8 @@ from composer_jax.learner import processes
 from composer_jax.learner import step
 from composer_jax.runs import base_model
 from composer_jax.runs import evaluate
+from composer_jax.runs import manifest
 from composer_jax.runs import midtrain
-from composer_jax.runs import plan
 from composer_jax.runs import player
 from composer_jax.runs import rl
 from composer_jax.runs import run_digest
@@ -90,15 +91,12 @@ def open_run(
   """Opens the sources of text, the tokenizer and the metrics.
 
   Raises:
-    ValueError: as `sources.open_texts` and `plan.check`, or a loss that returns
-      a wrong shape.
+    ValueError: As `sources.open_texts`.
   """
-  loss_inputs.check_loss(cfg.loss)
-  plan.check(cfg)
   path = workdir / stored_model.TOKENIZER
   model = base_model.published(cfg)
   if model is not None:
-    sources.keep(path, model.tokenizer)
+    atomic.write(path, model.tokenizer)
   texts = sources.open_texts(cfg, path, model.names if model else {})
   if model is None:
     model = stored_model.trained_here(cfg, path.read_text(encoding='utf-8'))
@@ -121,6 +119,36 @@ def open_run(
       ),
       stop=stop,
   )
+
+
+def steps_done(workdir: pathlib.Path) -> int:
+  """RL steps in the newest finished checkpoint of a run."""
+  return _newest(workdir, 'rl')
+
+
+def finished(
+    cfg: config.Experiment, workdir: pathlib.Path, leaves: Sequence[str]
+) -> bool:
+  """Says whether a run has nothing left to do.
+
+  Args:
+    cfg: The experiment, perhaps with other numbers of steps than were done.
+    workdir: Directory of the run, if there is one yet.
+    leaves: Files that it makes at its end.
+
+  Raises:
+    ValueError: The run was started with another config.
+  """
+  done = steps_done(workdir)
+  if not done or done < cfg.rl.steps:
+    return False
+  stored = (workdir / manifest.CONFIG_FILE).read_text()
+  config_text.check_resume(stored, cfg)
+  records = writer_lib.read(workdir)
+  measured = any((r['phase'], r['step']) == ('eval', done) for r in records)
+  # Fewer steps than were done are no reason to measure those anew.
+  there = all((workdir / name).exists() for name in leaves)
+  return done > cfg.rl.steps or (measured and there)
 
 
 def _newest(workdir: pathlib.Path, phase: str) -> int:
@@ -276,10 +304,3 @@ def seen(run: Run) -> dict[str, Sequence[int]]:
       'warmup': range(max(demos, default=0)),
       'train': ledger_lib.played(ledger),
   }
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a json file that is there as a whole or not at all."""
-  part = path.with_suffix('.part')
-  part.write_text(json.dumps(value, indent=2) + '\n')
-  part.replace(path)

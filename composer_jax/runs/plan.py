@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 
@@ -170,7 +169,8 @@ def _rl_step(cfg: config.Experiment) -> _Rows:
   )
 
 
-def _memory(cfg: config.Experiment) -> _Rows:
+def memory(cfg: config.Experiment) -> dict[str, int]:
+  """Estimated bytes of a run by what they hold, programs and libraries apart."""
   masters = params_lib.abstract(cfg.model)
   moments = jax.eval_shape(cfg.rl_optimizer.build().init, masters)
   cache = jax.eval_shape(
@@ -180,14 +180,18 @@ def _memory(cfg: config.Experiment) -> _Rows:
           device.page_count(cfg.rollout),
       )
   )
-  sizes = {
-      'masters (f32)': _bytes(masters),
-      'gradients (f32)': _bytes(masters),
-      'optimizer state': _bytes(moments),
-      'decode weights': _bytes(masters),
-      'KV cache': _bytes(cache),
+  return {
+      'masters (f32)': footprint.held(masters),
+      'gradients (f32)': footprint.held(masters),
+      'optimizer state': footprint.held(moments),
+      'decode weights': footprint.held(masters),
+      'KV cache': footprint.held(cache),
       'activations, about': _activation_bytes(cfg),
   }
+
+
+def _memory(cfg: config.Experiment) -> _Rows:
+  sizes = memory(cfg)
   for name, size in sizes.items():
     yield name, _mib(size)
   yield 'sum', f'{_mib(sum(sizes.values()))}, programs and libraries apart'
@@ -217,11 +221,6 @@ def _shapes(cfg: config.Experiment) -> dict[str, tuple[int, int]]:
   """(rows, tokens per row) that each phase compiles its step for."""
   phases = {p.name: (p.rows_per_step, p.tokens_per_row) for p in cfg.phases}
   return phases | {'rl': (cfg.rl.rows_per_batch, cfg.rl.tokens_per_row)}
-
-
-def _bytes(tree: Any) -> int:
-  leaves = jax.tree.leaves(tree)
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def _mib(size: int) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
+from composer_jax import atomic
+
 METRICS = 'metrics.jsonl'
 _RESERVED = frozenset({'phase', 'step', 'seconds'})
 
@@ -40,6 +42,13 @@ def _kept(data: bytes, resume_step: Mapping[str, int]) -> list[bytes]:
     if not late:
       kept.append(line)
   return kept
+
+
+def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the records of a run so far, in order; none without a file."""
+  path = workdir / METRICS
+  data = path.read_bytes() if path.exists() else b''
+  return [json.loads(line) for line in _kept(data, {})]
 
 
 def _plain(value: float) -> float | None:
@@ -82,10 +91,7 @@ class Writer:
       lines = _kept(data, self._resume)
       kept = b''.join(lines)
       if kept != data:
-        # By rename: a kill in here leaves the old file or the new one.
-        part = path.with_suffix('.part')
-        part.write_bytes(kept)
-        os.replace(part, path)
+        atomic.write(path, kept)
       self.kept = [json.loads(x) for x in lines]
     before = max((r['seconds'] for r in self.kept), default=0.0)
     # Seconds count time at work: they go on from the last record that stands.

@@ -1,0 +1,82 @@
+"""Everything a run will need, looked at before anything is built.
+
+What can be refused is refused here, in seconds: a value that does not go with
+another one, a loss of a wrong shape, data that is not there, tasks of a split
+that ends too early, too little memory, no safe sandbox.
+"""
+
+from __future__ import annotations
+
+from composer_jax import config
+from composer_jax.chat import compact_renderer
+from composer_jax.data import corpus
+from composer_jax.data import shards
+from composer_jax.learner import loss_inputs
+from composer_jax.runs import evaluate
+from composer_jax.runs import plan
+from composer_jax.runs import player
+
+
+def check(
+    cfg: config.Experiment, *, rl: bool, memory_bytes: int | None
+) -> None:
+  """Refuses a run that could not reach its end on this machine.
+
+  Args:
+    cfg: The experiment.
+    rl: Whether the run plays tasks, or has next-token phases only.
+    memory_bytes: Memory of the machine; None if it is not what holds the model.
+
+  Raises:
+    ValueError: Names the field, its value and the cure.
+  """
+  loss_inputs.check_loss(cfg.loss)
+  plan.check(cfg)
+  _memory(cfg, memory_bytes)
+  _texts(cfg)
+  _tasks(cfg, rl)
+  if rl:
+    player.isolation()
+
+
+def _memory(cfg: config.Experiment, memory_bytes: int | None) -> None:
+  sizes = plan.memory(cfg)
+  need = sum(sizes.values())
+  if memory_bytes is not None and need > memory_bytes:
+    name, most = max(sizes.items(), key=lambda item: item[1])
+    raise ValueError(
+        f'this run takes about {need / 2**30:,.1f} GiB, most of it for {name}'
+        f' ({most / 2**30:,.1f} GiB), and this machine has'
+        f' {memory_bytes / 2**30:,.1f} GiB: lower what decides it (sizes of the'
+        ' model, rows and tokens of a batch, decode slots)'
+    )
+
+
+def _texts(cfg: config.Experiment) -> None:
+  used = {name for phase in cfg.phases for name, _ in phase.mix}
+  folders = [shards.Shards(s) for s in cfg.shards if s.name in used]
+  fits = not (cfg.base or folders)  # a tokenizer, to code and tasks
+  if fits and cfg.model.vocab < compact_renderer.LEAST_VOCAB:
+    raise ValueError(
+        f'model.vocab={cfg.model.vocab}: must be at least'
+        f' {compact_renderer.LEAST_VOCAB}, the entries that every tokenizer has'
+    )
+  if 'code' in used or fits:
+    corpus.load(cfg.corpus)
+
+
+def _tasks(cfg: config.Experiment, rl: bool) -> None:
+  """Asks for the first and the last task of every split that is used."""
+  wanted = []
+  if any(name == 'demos' for phase in cfg.phases for name, _ in phase.mix):
+    wanted.append(('warmup', 0))
+  if rl:
+    first = cfg.evaluation.seed
+    wanted.append(('train', 0))
+    for split in evaluate.SPLITS:
+      wanted += [(split, first), (split, first + cfg.evaluation.tasks - 1)]
+  for split, index in wanted:
+    try:
+      cfg.tasks.task(index, split)
+    except IndexError as e:
+      raise ValueError(f'tasks: split {split!r} ends too early: {e}') from e
