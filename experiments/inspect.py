@@ -71,7 +71,9 @@ def _define(command: str) -> None:
     absl_flags.DEFINE_string('plot', None, 'PNG file to plot the diff to.')
   elif command == 'trajectory':
     absl_flags.DEFINE_string('workdir', None, 'Directory of the run.')
-    absl_flags.DEFINE_string('task', None, 'Task id, such as run/12/3.')
+    absl_flags.DEFINE_string(
+        'task', None, 'Id of its task, as the list without this flag has it.'
+    )
     absl_flags.DEFINE_string('path', None, 'File of a trajectory.')
     absl_flags.DEFINE_bool('tokens', False, 'A line for every token.')
   elif command == 'curves':
@@ -259,6 +261,7 @@ def _judge(out: console.Console) -> int:
   import asyncio
   import json
 
+  from composer_jax import atomic
   from composer_jax.inspect import tables
   from composer_jax.rewards import calibration
   from composer_jax.rewards import judge as judge_lib
@@ -295,9 +298,7 @@ def _judge(out: console.Console) -> int:
     )
   report = calibration.report(rubric, rows, found, judge.version, earlier)
   if values.json:
-    part = pathlib.Path(f'{values.json}.part')
-    part.write_text(json.dumps(report, indent=2) + '\n')
-    part.replace(values.json)
+    atomic.write_json(pathlib.Path(values.json), report)
   for part in tables.calibration(report):
     out.print(part)
   failures = {f for r in found for j in r for f in j.failures.values()}

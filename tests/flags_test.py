@@ -79,7 +79,7 @@ def main():
     print('plan', cfg.loss.width, cfg.seed)
     return
   workdir = flags.workdir()
-  manifest.write(workdir / manifest.FILE, '{"format": "composer_jax run"}')
+  (workdir / manifest.FILE).write_text('{"format": "composer_jax run"}')
   if _MODE.value == 'nan':
     raise FloatingPointError('step 3:\\nloss is nan')
   if _MODE.value == 'fault':

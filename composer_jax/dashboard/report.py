@@ -11,6 +11,7 @@ import pathlib
 import re
 from typing import Any
 
+from composer_jax import atomic
 from composer_jax.dashboard import charts
 from composer_jax.dashboard import data
 from composer_jax.dashboard import sections
@@ -335,7 +336,5 @@ def build(workdir: str | os.PathLike[str]) -> pathlib.Path:
   """
   run = data.load(workdir)
   path = run.workdir / REPORT
-  part = path.with_suffix('.part')
-  part.write_text(render(run), encoding='utf-8')
-  os.replace(part, path)  # a browser never loads half a page
+  atomic.write(path, render(run))  # a browser never loads half a page
   return path

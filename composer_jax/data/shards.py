@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 
 import numpy as np
 
+from composer_jax import atomic
 from composer_jax import config
 from composer_jax.data import stream
 
@@ -35,16 +35,6 @@ _TYPES = {'ids': None, 'starts': '<i8', 'bytes': '<i8', 'trained': 'u1'}
 
 def _dtype(kind: str, index: Mapping[str, Any]) -> np.dtype:
   return np.dtype(_TYPES[kind] or index['dtype']).newbyteorder('<')
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-  """A file that is there as a whole or not at all."""
-  part = path.with_name(path.name + '.part')
-  with part.open('wb') as file:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-  part.replace(path)
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, Any]:
@@ -127,7 +117,7 @@ class ShardWriter:
     number = len(self.index['shards'])
     self._folder.mkdir(parents=True, exist_ok=True)
     if not number:
-      _write(self._folder / TOKENIZER, self._tokenizer.encode())
+      atomic.write(self._folder / TOKENIZER, self._tokenizer)
     shard: dict[str, Any] = {'position': position}
     for side, documents in self._sides.items():
       shard[side] = self._write_side(f'{number:05}.{side}', documents)
@@ -135,7 +125,7 @@ class ShardWriter:
     self.index['shards'].append(shard)
     self.index['complete'] = complete
     text = json.dumps(self.index, indent=1) + '\n'
-    _write(self._folder / INDEX, text.encode())
+    atomic.write(self._folder / INDEX, text)
 
   def _write_side(self, name: str, documents) -> dict[str, Any]:
     ids = [np.zeros(0, np.uint32), *(ids for ids, _, _ in documents)]
@@ -152,7 +142,7 @@ class ShardWriter:
     for kind, array in arrays.items():
       data = array.astype(_dtype(kind, self.index)).tobytes()
       digest.update(data)
-      _write(self._folder / f'{name}.{kind}', data)
+      atomic.write(self._folder / f'{name}.{kind}', data)
     return {
         'documents': len(documents),
         'tokens': len(arrays['ids']),

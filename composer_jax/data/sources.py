@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
-import os
 import pathlib
 import random
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from composer_jax import atomic
 from composer_jax import config
 from composer_jax import task as task_lib
 from composer_jax import trace
@@ -98,13 +98,6 @@ def _used(cfg: config.Experiment) -> set[str]:
   return {name for phase in cfg.phases for name, _ in phase.mix}
 
 
-def keep(path: pathlib.Path, text: str) -> None:
-  """Writes a file that every process of a job writes, the same, at once."""
-  part = path.with_suffix(f'.{os.getpid()}.part')
-  part.write_text(text, encoding='utf-8')
-  part.replace(path)
-
-
 def open_texts(
     cfg: config.Experiment, path: pathlib.Path, names: Mapping[str, str]
 ) -> dict[str, Text]:
@@ -134,7 +127,7 @@ def open_texts(
       text = next(iter(folders.values())).tokenizer
     else:
       text = _fitted(cfg, code).to_str(pretty=True)
-    keep(path, text)
+    atomic.write(path, text)
   tokenizer = tokenizers.Tokenizer.from_file(str(path))
   size = max(tokenizer.get_vocab().values()) + 1
   if size > cfg.model.vocab:

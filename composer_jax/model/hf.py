@@ -12,9 +12,7 @@ import contextlib
 import functools
 import json
 import math
-import os
 import pathlib
-import shutil
 from typing import Any, Self
 
 import jax
@@ -24,6 +22,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from composer_jax import atomic
 from composer_jax import config
 from composer_jax.model import families
 from composer_jax.model import hf_tensors
@@ -302,10 +301,7 @@ def save(
   fields = families.to_fields(cfg, context_tokens)
   if folder.exists():
     raise ValueError(f'{folder}: exists; name a new folder')
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  scratch = folder.with_name(f'.{folder.name}-{os.getpid()}')
-  scratch.mkdir()
-  try:
+  with atomic.new_folder(folder) as scratch:
     shards = list(_shards(cfg, named, shard_bytes))
     weight_map = {}
     for i, names in enumerate(shards, 1):
@@ -323,10 +319,6 @@ def save(
       (scratch / name).write_text(text + '\n', encoding='utf-8')
     for name in set(weight_map.values()):  # safetensors keeps others out
       (scratch / name).chmod((scratch / CONFIG).stat().st_mode)
-    os.rename(scratch, folder)
-  except BaseException:
-    shutil.rmtree(scratch, ignore_errors=True)
-    raise
 
 
 def _part(piece: hf_tensors.Piece, named) -> np.ndarray:

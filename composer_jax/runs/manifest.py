@@ -20,6 +20,7 @@ import sys
 from typing import Any
 import uuid
 
+from composer_jax import atomic
 from composer_jax import config
 from composer_jax import config_text
 
@@ -157,8 +158,8 @@ def begin(
   """
   stored = workdir / CONFIG_FILE
   if not (is_run(workdir) and stored.exists()):
-    write(workdir / FILE, json.dumps(facts, indent=2) + '\n')
-    write(stored, config_text.to_json(cfg))
+    atomic.write_json(workdir / FILE, facts)
+    atomic.write(stored, config_text.to_json(cfg))
     return []
   config_text.check_resume(stored.read_text(), cfg)
   first = json.loads((workdir / FILE).read_text())
@@ -175,13 +176,13 @@ def begin(
         ' same bits; go back to what was, choose a new work directory, or'
         ' accept it with --accept_numeric_change'
     )
-  write(stored, config_text.to_json(cfg))
+  atomic.write(stored, config_text.to_json(cfg))
   resume = {
       'accepted_numeric_change': bool(numeric),
       'changed': {c.field: [c.before, c.now] for c in changed},
   }
-  text = json.dumps(first | {'history': [*history, resume]}, indent=2) + '\n'
-  write(workdir / FILE, text)
+  first['history'] = [*history, resume]
+  atomic.write_json(workdir / FILE, first)
   return changed
 
 
@@ -224,16 +225,6 @@ def run_id(workdir: pathlib.Path) -> str:
   No two runs have the same one, and a run keeps it when it is continued.
   """
   return json.loads((workdir / FILE).read_text()).get('run', _UNNAMED)
-
-
-def write(path: pathlib.Path, text: str) -> None:
-  """Writes a file so that a crash leaves the old or the new one, never half."""
-  part = path.with_name(path.name + '.part')
-  with part.open('w') as f:
-    f.write(text)
-    f.flush()
-    os.fsync(f.fileno())
-  part.replace(path)
 
 
 def _digest(contract: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax import atomic
 from composer_jax.dashboard import report
 from composer_jax.runs import audit as audit_lib
 from composer_jax.runs import evaluate
@@ -182,8 +183,8 @@ def build(run: pipeline.Run) -> dict[str, Any]:
           'wait_weights': sum(_series(rl, 'time/wait_weights')),
       },
   }
-  pipeline.write_json(run.workdir / 'summary.json', summary)
-  pipeline.write_json(run.workdir / 'showcase.json', _showcase(run, evals))
+  atomic.write_json(run.workdir / 'summary.json', summary)
+  atomic.write_json(run.workdir / 'showcase.json', _showcase(run, evals))
   report.build(run.workdir)
   return summary
 
