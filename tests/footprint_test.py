@@ -164,11 +164,7 @@ class BigTest(parameterized.TestCase):
     """Parameters, moments and two sets of gradients in half a device."""
     cfg = module.experiment()
     plan.check(cfg)
-    mesh = jax.sharding.AbstractMesh(
-        dataclasses.astuple(cfg.mesh),
-        sharding.AXES,
-        axis_types=(jax.sharding.AxisType.Explicit,) * 4,
-    )
+    mesh = step.abstract_mesh(cfg.mesh)
     state = step.abstract_state(cfg.model, cfg.rl_optimizer.build(), mesh)
     size = footprint.held(state) + 2 * footprint.held(state.params)
     self.assertLess(size, 70e9)

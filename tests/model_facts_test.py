@@ -2,12 +2,14 @@
 
 import io
 import pathlib
+import re
 import subprocess
 import sys
 
 from absl.testing import absltest
 from absl.testing import parameterized
 from rich import console
+from rich import filesize
 from tests import published
 
 from composer_jax import config
@@ -64,15 +66,18 @@ class ModelFactsTest(parameterized.TestCase):
       self.assertIn(want, text)
 
   def test_a_mesh_divides_what_it_splits(self):
-    whole, split = (
-        model_facts.held_bytes(published.MODEL, mesh)
-        for mesh in (
-            config.MeshConfig(data=2),
-            config.MeshConfig(fsdp=2, expert=4, data=1),
-        )
+    whole = 4 * params.count(published.MODEL)[0]
+    self.assertIn(
+        f'masters, f32 {filesize.decimal(whole)}',
+        _text(self.folder, config.MeshConfig(data=2)),
     )
-    self.assertEqual(whole, 4 * params.count(published.MODEL)[0])
-    self.assertBetween(split, whole / 8, whole / 2)
+    text = _text(self.folder, config.MeshConfig(fsdp=2, expert=4, data=1))
+    masters, moments = (
+        1e3 * float(re.search(rf'{name} ([\d.]+) kB', text)[1])
+        for name in ('masters, f32', 'AdamW')
+    )
+    self.assertBetween(masters, whole / 8, whole / 2)
+    self.assertAlmostEqual(moments / masters, 2, delta=0.01)
 
   @parameterized.parameters(
       (['--mesh=expert=3'], 'mesh.expert=3: must divide experts=4'),

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 import functools
 import math
 import pathlib
-from typing import Any
 
 import jax
 from rich import console
@@ -17,6 +16,7 @@ from composer_jax import config
 from composer_jax.chat import chat_renderer
 from composer_jax.inspect import tables
 from composer_jax.learner import optimizer
+from composer_jax.learner import step
 from composer_jax.model import decode
 from composer_jax.model import families
 from composer_jax.model import flops
@@ -24,6 +24,7 @@ from composer_jax.model import hf
 from composer_jax.model import params as params_lib
 from composer_jax.model import sharding
 from composer_jax.runs import conversion
+from composer_jax.runs import footprint
 from composer_jax.runs import progress
 from composer_jax.runs import stored_model
 from kernels_triton import contract
@@ -125,40 +126,21 @@ def _parts(cfg: config.ModelConfig) -> console.RenderableType:
   return out
 
 
-def held_bytes(cfg: config.ModelConfig, mesh: config.MeshConfig) -> int:
-  """Bytes of f32 masters on one device."""
-  masters = params_lib.abstract(cfg)
-  split = vars(mesh)
-
-  def share(leaf: jax.ShapeDtypeStruct, spec: Any) -> int:
-    shards = math.prod(split[axis] for axis in spec if axis)
-    return math.prod(leaf.shape) * leaf.dtype.itemsize // shards
-
-  specs = params_lib.pspecs(masters, sharding.RULES)
-  return sum(jax.tree.leaves(jax.tree.map(share, masters, specs)))
-
-
 def _memory(cfg: config.ModelConfig, mesh: config.MeshConfig) -> dict[str, str]:
   """What one device of the trainer, and a rollout host, would hold."""
-  held = held_bytes(cfg, mesh)
-  masters = params_lib.abstract(cfg)
-  moments = jax.eval_shape(optimizer.AdamW().build().init, masters)
-  times = sum(math.prod(m.shape) for m in jax.tree.leaves(moments)) / sum(
-      math.prod(m.shape) for m in jax.tree.leaves(masters)
-  )
+  devices = step.abstract_mesh(mesh)
+  state = step.abstract_state(cfg, optimizer.AdamW().build(), devices)
+  masters = footprint.held(state.params)
+  moments = footprint.held(state.opt_state)
   pages = jax.eval_shape(functools.partial(decode.init_pages, cfg, 1))
-  cache = sum(
-      math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(pages)
-  )
+  cache = footprint.held(pages) / contract.KEY_BLOCK
   return {
-      'masters, f32': filesize.decimal(int(held)),
-      'gradients, f32': filesize.decimal(int(held)),
-      'AdamW': filesize.decimal(int(held * times)),
-      'all three': filesize.decimal(int(held * (2 + times))),
-      'a rollout host, bf16': filesize.decimal(
-          int(params_lib.count(cfg)[0] * 2)
-      ),
-      'its cache': f'{cache / contract.KEY_BLOCK:,.0f} bytes per token',
+      'masters, f32': filesize.decimal(masters),
+      'gradients, f32': filesize.decimal(masters),
+      'AdamW': filesize.decimal(moments),
+      'all three': filesize.decimal(2 * masters + moments),
+      'a rollout host, bf16': filesize.decimal(2 * params_lib.count(cfg)[0]),
+      'its cache': f'{cache:,.0f} bytes per token',
       'training': f'{flops.train(cfg, 4096) / 1e9:,.3g} GFLOP per token (4096)',
       'decoding': f'{flops.forward(cfg, 4096) / 1e9:,.3g} GFLOP per token',
   }
