@@ -15,6 +15,8 @@ import struct
 
 import numpy as np
 
+_MIN_SPREAD = 1e-6  # of the rewards of a group
+
 
 class StopReason(enum.StrEnum):
   """Why a rollout ended; only `INFRA_ERROR` is not the policy's own doing."""
@@ -200,6 +202,18 @@ class Trajectory:
   def valid(self) -> bool:
     """True if the rollout may enter its group's statistics."""
     return self.stop is not StopReason.INFRA_ERROR and self.reward is not None
+
+
+def fault(rollouts: Sequence[Trajectory]) -> str:
+  """Why a group has nothing to teach: '', 'too_few' or 'zero_variance'.
+
+  Args:
+    rollouts: the valid ones of one prompt.
+  """
+  rewards = [t.reward for t in rollouts]
+  if len(rewards) < 2:  # one alone is no baseline
+    return 'too_few'
+  return '' if max(rewards) - min(rewards) > _MIN_SPREAD else 'zero_variance'
 
 
 _MAGIC = b'CJT1'

@@ -18,7 +18,6 @@ import hashlib
 from composer_jax import config
 from composer_jax import trace
 
-_MIN_SPREAD = 1e-6  # of rewards; below it a group has nothing to teach
 _REFILL_BATCHES = 4  # default refill allowance of a step, in batches
 
 
@@ -131,11 +130,8 @@ class Group:
 
   @property
   def fault(self) -> str:
-    """Why a complete group cannot train: '', 'too_few' or 'zero_variance'."""
-    rewards = [t.reward for t in self.rollouts]
-    if len(rewards) < 2:
-      return 'too_few'
-    return '' if max(rewards) - min(rewards) > _MIN_SPREAD else 'zero_variance'
+    """Why a complete group cannot train, as `trace.fault`; '' if it can."""
+    return trace.fault(self.rollouts)
 
 
 @dataclasses.dataclass(frozen=True)

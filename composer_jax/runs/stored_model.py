@@ -81,9 +81,8 @@ def write(url: str, stored: StoredModel) -> None:
   text = json.dumps(record, indent=2, sort_keys=True).encode()
   store = store_lib.Store(url)
   for key, data in ((TOKENIZER, tokenizer), (MODEL, text)):
-    _, _, absent = store.read(key)
-    _, found, _ = store.read(key)
-    if found != data and (found or not store.swap(key, data, absent)):
+    _, found, generation = store.read(key)
+    if found != data and (found or not store.swap(key, data, generation)):
       raise ValueError(
           f'{store.url}{key}: describes another model; publish to a store of'
           ' its own'

@@ -13,15 +13,8 @@ from composer_jax.weights import reference
 
 _jit = numba.njit(nogil=True, cache=True)
 
-
-@_jit
-def to_key(word):
-  return word ^ np.uint16(0xFFFF if word & 0x8000 else 0x8000)
-
-
-@_jit
-def from_key(key):
-  return key ^ np.uint16(0x8000 if key & 0x8000 else 0xFFFF)
+to_key = _jit(reference.to_key)
+from_key = _jit(reference.from_key)
 
 
 @_jit

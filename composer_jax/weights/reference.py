@@ -29,15 +29,13 @@ class Streams(NamedTuple):
 
 
 def to_key(words: np.ndarray) -> np.ndarray:
-  """Rank of every word in total order, uint16."""
-  flip = np.where(words & 0x8000, np.uint16(0xFFFF), np.uint16(0x8000))
-  return words ^ flip
+  """Rank of every word in total order, uint16; also compiled, for one word."""
+  return words ^ (0x8000 | (words >> 15 & 1) * 0x7FFF)
 
 
 def from_key(keys: np.ndarray) -> np.ndarray:
   """Inverse of `to_key`."""
-  flip = np.where(keys & 0x8000, np.uint16(0x8000), np.uint16(0xFFFF))
-  return keys ^ flip
+  return keys ^ (0xFFFF ^ (keys >> 15 & 1) * 0x7FFF)
 
 
 def _pack_distances(where: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ boundaries exist here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -92,21 +92,36 @@ class _Bits:
       self.put(value & ((1 << k) - 1), k)
 
 
+def _headed(
+    changes: buckets.Changes, put: Callable[[int, int], None], less: int = 0
+) -> Iterator[tuple[list, int, int]]:
+  """Changes and parameters of every bucket, whose head `put` has then written.
+
+  Args:
+    changes: to pack.
+    put: writes a number in so many bits.
+    less: what the parameters are lowered by.
+  """
+  plan = [*_plan(changes)]
+  used = [b for b, rows, *_ in plan if rows]
+  put(used[0], 8)
+  put(used[-1], 8)
+  for _, rows, *parameters in plan[used[0] : used[-1] + 1]:
+    put(int(bool(rows)), 1)
+    if rows:
+      k_gap, k_size = (max(k - less, 0) for k in parameters)
+      width = (len(rows) - 1).bit_length()
+      for value, bits in ((width, 5), (len(rows) - 1, width)):
+        put(value, bits)
+      put(k_gap, 5)
+      put(k_size, 4)
+      yield rows, k_gap, k_size
+
+
 def rice_pack(changes: buckets.Changes) -> bytes:
   """See `rice_coder.pack`."""
   out = _Bits()
-  plan = [*_plan(changes)]
-  used = [b for b, rows, *_ in plan if rows]
-  out.put(used[0], 8)
-  out.put(used[-1], 8)
-  for _, rows, k_gap, k_size in plan[used[0] : used[-1] + 1]:
-    out.put(int(bool(rows)), 1)
-    if rows:
-      width = (len(rows) - 1).bit_length()
-      for value, bits in ((width, 5), (len(rows) - 1, width)):
-        out.put(value, bits)
-      out.put(k_gap, 5)
-      out.put(k_size, 4)
+  for rows, k_gap, k_size in _headed(changes, out.put):
     for gap, down, size in rows:
       out.rice(gap, k_gap)
       out.put(down, 1)
@@ -164,19 +179,7 @@ class _Interval:
 def range_pack(changes: buckets.Changes) -> bytes:
   """See `range_coder.pack`."""
   out = _Interval()
-  plan = [*_plan(changes)]
-  used = [b for b, rows, *_ in plan if rows]
-  out.even(used[0], 8)
-  out.even(used[-1], 8)
-  for _, rows, k_gap, k_size in plan[used[0] : used[-1] + 1]:
-    out.even(int(bool(rows)), 1)
-    k_gap, k_size = max(k_gap - 1, 0), max(k_size - 1, 0)
-    if rows:
-      width = (len(rows) - 1).bit_length()
-      for value, bits in ((width, 5), (len(rows) - 1, width)):
-        out.even(value, bits)
-      out.even(k_gap, 5)
-      out.even(k_size, 4)
+  for rows, k_gap, k_size in _headed(changes, out.even, less=1):
     out.odds.clear()
     for gap, down, size in rows:
       out.unary(range_coder.GAP, range_coder.SIGN - 1, gap, k_gap)
