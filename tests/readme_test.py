@@ -1,5 +1,9 @@
-"""What README.md shows works: examples run, commands are known, CI runs two."""
+"""What README.md and docs/ show works.
 
+Examples run, commands are known, links lead somewhere, CI runs two commands.
+"""
+
+import ast
 import importlib
 import json
 import pathlib
@@ -11,22 +15,32 @@ import tempfile
 from unittest import mock
 
 from absl.testing import absltest
+import composer_jax as cj
 from composer_jax import trace
 from composer_jax.agents import tools
+from composer_jax.rewards import calibration
+from composer_jax.rewards import rubric
 from composer_jax.runs import evaluate
 from composer_jax.runs import stored_model
+from tests import layers
 from tests import small_run
 
-_README = (small_run.ROOT / 'README.md').read_text()
-_BLOCK = re.compile(r'^```(\w*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-_BLOCKS = [(m[1], m[2]) for m in _BLOCK.finditer(_README)]
+_FRONT = small_run.ROOT / 'README.md'
+_CHAPTERS = sorted((small_run.ROOT / 'docs').rglob('*.md'))
+_PAGES = {p: p.read_text() for p in (_FRONT, *_CHAPTERS)}
+# Every fence ends a block or begins one, so that no block can hide.
+_BLOCK = re.compile(r'^ *```(.*)\n((?:.*\n)*?) *```$', re.MULTILINE)
+_BLOCKS = [
+    (m[1], m[2]) for text in _PAGES.values() for m in _BLOCK.finditer(text)
+]
 _SHELL = [c for kind, c in _BLOCKS if kind == 'sh']
 _COMMANDS = [line for text in _SHELL for line in text.splitlines()]
+_PYTHON = [code for kind, code in _BLOCKS if kind == 'python']
 _EXAMPLES = {
-    code.split('\n', 1)[0].removeprefix('# '): code
-    for kind, code in _BLOCKS
-    if kind == 'python'
+    code.split('\n', 1)[0].removeprefix('# '): code for code in _PYTHON
 }
+# What an example may import besides the standard library and jax.
+_OURS = ('composer_jax', 'experiments.configs.tiny')
 
 # All examples in one experiment, of a size that a test can wait for. A model
 # of this size earns nothing on its own, hence the third reward.
@@ -75,6 +89,24 @@ class ReadmeTest(absltest.TestCase):
     self.assertCountEqual(
         _EXAMPLES, ['my_loss.py', 'my_tasks.py', 'my_reward.py']
     )
+    self.assertLen(_PYTHON, len(_EXAMPLES), 'two examples of one name')
+
+  def test_examples_use_the_public_face_only(self):
+    for name, code in _EXAMPLES.items():
+      tree = ast.parse(code)
+      for node in ast.walk(tree):
+        imported = []
+        if isinstance(node, ast.Import):
+          imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+          imported = [f'{node.module}.{alias.name}' for alias in node.names]
+        for full in imported:
+          top = full.partition('.')[0]
+          known = top == 'jax' or top in sys.stdlib_module_names
+          self.assertTrue(known or full in _OURS, f'{name}: {full}')
+      used = re.findall(r'\bcj\.(\w+)', code)
+      self.assertNotEmpty(used, name)
+      self.assertContainsSubset(used, cj.__all__)
 
   def test_examples_train_together(self):
     workdir = self.folder / 'run'
@@ -129,7 +161,20 @@ class ReadmeTest(absltest.TestCase):
     start = ('python3 -m experiments.', 'python3 -m pip install -e')
     strange = [c for c in _COMMANDS if not c.startswith(start)]
     self.assertEmpty(strange)
-    self.assertGreater(len(_COMMANDS), 10)
+    self.assertGreater(len(_COMMANDS), 30)
+    # A command stands in a block of its own, where it is read.
+    kinds = {kind for kind, _ in _BLOCKS}
+    self.assertContainsSubset(kinds, ('', 'json', 'python', 'sh'))
+    rest = [code for kind, code in _BLOCKS if kind != 'sh']
+    rest += [_BLOCK.sub('', text) for text in _PAGES.values()]
+    for text in rest:
+      self.assertNotIn('python3 -m', text)
+      self.assertNotIn('```', text)
+
+  def test_every_binary_is_shown(self):
+    binaries = filter(layers.is_binary, layers.files('experiments'))
+    shown = re.findall(r'-m experiments\.(\w+)', '\n'.join(_COMMANDS))
+    self.assertEqual({*shown}, {path.stem for path in binaries})
 
   def test_flags_of_every_command_are_known(self):
     parts = [p for c in _COMMANDS for p in c.split(' && ')]
@@ -150,21 +195,67 @@ class ReadmeTest(absltest.TestCase):
 
   def test_ci_runs_the_two_commands(self):
     script = (small_run.ROOT / '.ci' / 'run').read_text()
-    marks = re.findall(r'^<!-- ci: (\w+) -->\n```sh\n', _README, re.MULTILINE)
+    mark = re.compile(r'^<!-- ci: (\w+) -->\n```sh\n', re.MULTILINE)
+    marks = mark.findall(_PAGES[_FRONT])
     self.assertEqual(marks, ['quickstart', 'test'])
+    for page in _CHAPTERS:  # They would be ignored there.
+      self.assertNotIn('<!-- ci:', _PAGES[page])
     for mark in marks:
       self.assertIn(f'$(readme {mark})', script)
 
   def test_files_that_are_named_exist(self):
-    text = _BLOCK.sub('', _README)
-    names = re.findall(r'`([\w/]+\.py)`', text)
-    self.assertNotEmpty(names)
-    tops = ('', 'composer_jax', 'experiments')
-    for name in names:
-      with self.subTest(name):
-        self.assertTrue(
-            any((small_run.ROOT / top / name).exists() for top in tops)
-        )
+    guide = small_run.ROOT / 'CONTRIBUTING.md'
+    tops = ('', 'composer_jax', 'experiments', 'kernels_triton')
+    for page, text in (_PAGES | {guide: guide.read_text()}).items():
+      text = _BLOCK.sub('', text)
+      names = re.findall(r'`([\w/]+\.(?:py|yaml))`', text)
+      names += re.findall(r'`(\w+/)`', text) if page == guide else []
+      for name in {*names} - set(_EXAMPLES):
+        with self.subTest(name):
+          self.assertTrue(
+              any((small_run.ROOT / top / name).exists() for top in tops), page
+          )
+
+  def test_links_lead_somewhere(self):
+    others = ('CONTRIBUTING.md', 'CHANGELOG.md')
+    texts = _PAGES | {
+        path: path.read_text() for path in map(small_run.ROOT.joinpath, others)
+    }
+    followed = set()
+    for page, text in texts.items():
+      text = _BLOCK.sub('', text)
+      for target in re.findall(r'\]\(([^)]*)\)', text):
+        if target.startswith('https://'):
+          continue
+        name, _, anchor = target.partition('#')
+        path = (page.parent / name).resolve() if name else page
+        with self.subTest(page=page.name, target=target):
+          self.assertTrue(path.is_file())
+          if anchor:
+            self.assertIn(anchor, _anchors(path.read_text()))
+        if page == _FRONT:
+          followed.add(path)
+    self.assertContainsSubset([c.resolve() for c in _CHAPTERS], followed)
+    listed = _PAGES[small_run.ROOT / 'docs' / 'index.md']
+    for page in _CHAPTERS:
+      if page.name != 'index.md':
+        self.assertIn(f'({page.name})', listed)
+
+  def test_the_front_door_is_short(self):
+    self.assertLessEqual(len(_PAGES[_FRONT].splitlines()), 150)
+
+  def test_labels_that_are_shown_can_be_read(self):
+    (row,) = (text for kind, text in _BLOCKS if kind == 'json')
+    path = self.folder / 'labels.jsonl'
+    path.write_text(row)
+    found = rubric.load(small_run.ROOT / 'experiments/rubrics/repair.yaml')
+    self.assertLen(calibration.load(path, found), 1)
+
+
+def _anchors(text: str) -> set[str]:
+  """Anchors of a page's headings, as the usual code hosts make them."""
+  titles = re.findall(r'^#+ (.*)$', _BLOCK.sub('', text), re.MULTILINE)
+  return {re.sub(r'[^\w -]', '', t).lower().replace(' ', '-') for t in titles}
 
 
 def _solved(source, task, files) -> bool:
