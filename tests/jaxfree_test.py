@@ -1,4 +1,7 @@
-"""Workers and customers run agents and rewards without jax."""
+"""What plays and judges episodes runs where there is no jax.
+
+CONTRIBUTING.md names the same packages.
+"""
 
 import subprocess
 import sys
@@ -8,10 +11,19 @@ from absl.testing import parameterized
 from tests import layers
 
 _LAYERS = (
+    'atomic',
     'trace',
+    'task',
+    'checks',
+    'rope',
+    'phases',
+    'reinforcement',
     'config',
     'config_text',
+    'sandbox',
     'agents',
+    'chat',
+    'environments',
     'rewards',
     'fleet',
     'dashboard',
@@ -41,6 +53,15 @@ class JaxFreeTest(parameterized.TestCase):
     )
     self.assertEqual(out.returncode, 0, out.stderr)
     self.assertEqual(out.stdout.split(), [])
+
+  def test_contributors_are_told(self):
+    guide = ' '.join((layers.ROOT / 'CONTRIBUTING.md').read_text().split())
+    named = ', '.join(
+        f'`{layer}/`'
+        for layer in _LAYERS
+        if layers.LAYERS[layer][0].endswith('/*.py')
+    )
+    self.assertIn(named.replace(', `dash', ' and `dash'), guide)
 
   def test_the_check_sees_jax(self):
     out = subprocess.run(

@@ -1,10 +1,13 @@
 """A plain install is light: no torch, no CUDA, no triton."""
 
 import importlib.metadata
+import re
 
 from absl.testing import absltest
 from tests import layers
 
+# Import names of packages that are called something else.
+_MODULES = {'absl-py': 'absl', 'orbax-checkpoint': 'orbax', 'pyyaml': 'yaml'}
 _HEAVY = ('torch', 'triton', 'cuda', 'nvidia', 'rocm', 'transformers')
 
 
@@ -27,8 +30,8 @@ class SetupTest(absltest.TestCase):
     self.assertCountEqual(
         names,
         [
-            *('data', 'fleet', 'gpu', 'humaneval', 'kernels', 'openenv'),
-            *('peers', 'serve', 'test'),
+            *('data', 'gpu', 'humaneval', 'kernels', 'openenv', 'peers'),
+            *('serve', 'test'),
         ],
     )
     peers = {r for r in self.extras if 'peers' in r}
@@ -43,11 +46,33 @@ class SetupTest(absltest.TestCase):
 
   def test_core_is_used(self):
     used = set().union(*(layers.split(p)[1] for p in layers.modules()))
-    for requirement in self.core:
-      name = requirement.split('>')[0].split('<')[0].lower().replace('-', '_')
-      module = {'absl_py': 'absl', 'orbax_checkpoint': 'orbax'}.get(name, name)
-      with self.subTest(name):
-        self.assertIn(module, {u.lower() for u in used})
+    self.assertContainsSubset(self._core_modules(), {u.lower() for u in used})
+
+  def test_extras_are_used(self):
+    used = set().union(*(layers.split(p)[1] for p in layers.modules()))
+    for requirement in self.extras:
+      name, extra = re.fullmatch(r'([\w-]+).*"(\w+)"', requirement).groups()
+      if extra in ('data', 'kernels', 'serve'):  # Peers are for tests.
+        self.assertIn(name.replace('-', '_'), used, requirement)
+
+  def test_core_is_all_that_the_first_run_imports(self):
+    todo, seen = [layers.ROOT / 'experiments/quickstart.py'], set()
+    while todo:
+      path = todo.pop()
+      if path.exists() and path not in seen:
+        seen.add(path)
+        names = layers.imports(path)
+        todo += [layers.ROOT / (n.replace('.', '/') + '.py') for n in names]
+    used = set().union(*(layers.split(path)[1] for path in seen))
+    self.assertGreater(len(used), 10)
+    kernels = {'jax_triton', 'triton'}  # of a GPU only
+    core = self._core_modules()
+    self.assertContainsSubset({u.lower() for u in used - kernels}, core)
+
+  def _core_modules(self):
+    """Import names, in lower case, of what a plain install has."""
+    names = [re.split('[<>=]', r)[0].lower() for r in self.core]
+    return {_MODULES.get(n, n.replace('-', '_')) for n in names}
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Kimi-K2 on repository tasks, on 512 accelerators of 140 GB.
+"""Kimi-K2 on repository tasks, planned for 512 accelerators of 140 GB.
 
   python3 -m experiments.rl --config=kimi_k2 --workdir=DIR --dry_run
 

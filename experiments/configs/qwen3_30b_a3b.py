@@ -1,11 +1,13 @@
-"""Qwen3-30B-A3B on repository tasks, on 64 accelerators.
+"""Qwen3-30B-A3B on repository tasks, planned for 64 accelerators.
 
   python3 -m experiments.rl --config=qwen3_30b_a3b --workdir=DIR --dry_run
   python3 -m experiments.rl --config=qwen3_30b_a3b --workdir=DIR
       --set=base=MODEL --set=tasks.path=TASKS
 
 The sizes are declared here, so a dry run needs no folder; those of MODEL take
-their place. Everything else is that of the `coder` config.
+their place. Everything else is that of the `coder` config. RL has one process,
+so the second command needs one that has the whole mesh and a device that holds
+all weights; nobody has run it yet.
 """
 
 import dataclasses
