@@ -11,6 +11,9 @@ from composer_jax import config
 from experiments import flags
 from experiments import job
 
+# The flags below belong to the binary that asks for them: its --help has them.
+absl_flags.disclaim_key_flags()
+
 
 def define() -> None:
   """Defines the flags of a training binary."""

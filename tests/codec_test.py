@@ -17,9 +17,9 @@ from composer_jax.weights import layout
 from composer_jax.weights import numba_kernels
 from composer_jax.weights import range_coder
 from composer_jax.weights import reference
-from composer_jax.weights import reference_buckets
 from composer_jax.weights import rice_coder
 from composer_jax.weights import ulp_steps
+from tests import reference_buckets
 
 _SPECIAL = np.array(
     # +-0, +-denormals, +-1, +-inf, quiet and signalling NaNs with payloads

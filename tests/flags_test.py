@@ -145,6 +145,17 @@ class BinaryTest(parameterized.TestCase):
       self.assertRegex(out, rf'\n  --{flag}\n      \w')
     self.assertNotIn('flagfile', out)
 
+  @parameterized.parameters('midtrain', 'quickstart', 'rl')
+  def test_help_of_a_training_binary_has_the_flags_that_it_takes(self, name):
+    out = subprocess.run(
+        [sys.executable, '-m', f'experiments.{name}', '--help'],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for flag in ('config', 'set', 'seed', 'workdir', 'dry_run'):
+      self.assertIn(f'\n  --{flag}\n', out)
+
   @parameterized.parameters(
       (['--worrkdir=x'], "'worrkdir'. Did you mean: workdir"),
       (['--seed=x', '--workdir=x'], '--seed=x: invalid'),

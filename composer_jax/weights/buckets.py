@@ -3,7 +3,7 @@
 Whether a weight changes depends on little but its exponent, so each exponent
 of the OLD words is a bucket with its own statistics. Within a bucket a change
 is its distance from the one before it, counted in words of that bucket, and
-its step in total order. `reference_buckets` finds the same in plain numpy.
+its step in total order. `tests.reference_buckets` does the same in plain numpy.
 """
 
 from __future__ import annotations

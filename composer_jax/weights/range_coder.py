@@ -5,9 +5,10 @@ parts and the signs are coded with the odds that were counted for them so far,
 apart for each bucket: close to the entropy, at some cost in time.
 
 A bit of probability a / (a + b) narrows an interval of 32 bits; whenever it
-has less than 24, the top byte of its low end is final. The payload is the
-shortest number inside the last interval, without trailing zero bytes.
-`reference_buckets` writes the same with integers of any length.
+has less than 24, the top byte of its low end is written, and only a carry can
+still change it. The payload is the shortest number inside the last interval,
+without trailing zero bytes. `tests.reference_buckets` writes the same with
+integers of any length.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def _count(odds, context, bit):
 
 @_jit
 def _carry(out, end):
-  """Adds one to the bytes written so far."""
+  """Adds one to the bytes written so far; 255 turns to 0 and passes it on.
+
+  It stops before the front: all intervals lie in the first one, which ends
+  below 2**32, so the number never grows beyond the bytes it has.
+  """
   end -= 1
   while out[end] == 255:
     out[end] = 0
@@ -48,9 +53,14 @@ def _carry(out, end):
   out[end] += 1
 
 
-# state: low end (32 bits), width of the interval, bytes written
+# state: low end (32 bits), width of the interval, bytes written. The number is
+# the bytes, then 32 bits in [low, low + width), whose end may need 33.
+# Between two bits 2**24 <= width < 2**32, and counts are odd with a sum below
+# 2**12. So both parts of a split are at least 2**12 wide; an empty one would
+# never be wide again, and the shifts would not end.
 @_inline
 def _narrow(out, state, begin, width):
+  # The carry belongs to the bytes written so far: it comes before the next one.
   low = state[0] + begin
   if low > _FULL:
     _carry(out, state[2])
@@ -131,11 +141,13 @@ def _write(out, start, gaps, steps, sizes):
       _put_value(
           out, state, odds, SIZE, CONTEXTS - SIZE, np.int64(sizes[i]), k_size
       )
+  # The number in the interval with most zeros at its end. There is one with 24,
+  # as the interval is that wide; with 32 no more than a carry is left of it.
   for zeros in (32, 24, 16, 8, 0):
     begin = -(-state[0] >> zeros << zeros) - state[0]
     if begin < state[1]:
       break
-  _narrow(out, state, begin, _TOP)
+  _narrow(out, state, begin, _TOP)  # of that width it shifts nothing out
   for i in range(4):
     out[state[2] + i] = state[0] >> (24 - 8 * i) & 255
   end = state[2] + 4
@@ -144,7 +156,9 @@ def _write(out, start, gaps, steps, sizes):
   return end
 
 
-# state: value minus low end, width of the interval, bytes read
+# state: value minus low end, width of the interval, bytes read. The difference
+# is all that decoding needs, and it stays below the width: no carry here. Past
+# the end of the payload are the zeros that the writer left out.
 @_inline
 def _settle(packed, state, value, width):
   while width < _TOP:

@@ -3,7 +3,7 @@
 A 2-byte float is mapped to its rank in total order (`to_key`), where one ulp
 is one step whatever the sign, so -0.0, infinities and NaN payloads are plain
 integers and steps add up modulo 2**16. Codec D2 has a tile's change in four
-streams, E and F (`reference_buckets`) have it in buckets:
+streams, E and F (`tests.reference_buckets`) have it in buckets:
 
   gaps        u8: unchanged words before each change; 255 adds 255 and goes on
   signs       u8: one bit per change, low bit first; 1 is a step down

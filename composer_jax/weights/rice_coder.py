@@ -7,7 +7,7 @@
   changes     each: Rice(gap), sign (1 is a step down), Rice(size - 1)
 
 Rice(v) with parameter k is v >> k ones, a zero, and the low k bits of v; or
-`ESCAPE` ones and v in 32 bits. `reference_buckets` writes the same, slowly.
+`ESCAPE` ones and v in 32 bits. `tests.reference_buckets` does the same, slowly.
 """
 
 from __future__ import annotations
