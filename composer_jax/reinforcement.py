@@ -166,7 +166,7 @@ class WeightsConfig:
   """How versions are stored.
 
   Attributes:
-    codec: Of deltas; D2 is faster and larger, F slower and smaller.
+    codec: Codec of deltas; D2 is faster and larger, F slower and smaller.
     tile_elements: Values of a tile, the unit of an object.
     base_every_versions: Versions between two whole ones.
     skip_every_versions: Versions that one longer delta takes together.

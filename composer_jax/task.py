@@ -71,7 +71,7 @@ class Task:
     public_tests: what the `run` tool executes: cases of one function, or a
       suite.
     limits: per-execution budget.
-    seed: of the source that made it.
+    seed: seed of the source that made it.
     meta: facts for metrics (`family`, `split`), `entry`, the function name, and
       `stratum`, tasks about as hard as each other (see `curriculum`).
   """

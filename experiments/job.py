@@ -73,7 +73,7 @@ def define() -> None:
 
 
 def joined() -> bool:
-  """Whether this process is one of several."""
+  """Says whether this process is one of several."""
   jax = sys.modules.get('jax')
   return jax is not None and jax.distributed.is_initialized()
 
@@ -144,7 +144,7 @@ def loss() -> str:
 
 
 def is_loss(error: Exception) -> bool:
-  """Whether jax raised an error because the job has lost a process."""
+  """Says whether jax raised an error because the job has lost a process."""
   return 'jax' in type(error).__module__ and bool(_LOSS.search(str(error)))
 
 
@@ -161,7 +161,7 @@ def refuse(why: str) -> None:
 
 
 def first() -> bool:
-  """Whether this is process 0, the one that writes for all."""
+  """Says whether this is process 0, the one that writes for all."""
   if not joined():
     return True
   from jax._src import distributed
@@ -174,7 +174,7 @@ def in_turn(name: str) -> Generator[None]:
   """Process 0 does the block first, the others when it is done with it.
 
   Args:
-    name: of the block, another one for each.
+    name: name of the block, another one for each.
 
   Raises:
     ValueError: in the others, why process 0 could not.
@@ -276,7 +276,7 @@ def _herald(alone: str, bereaved: str) -> int:
 
   Args:
     alone: said of an abort before the processes have met.
-    bereaved: after it.
+    bereaved: said of an abort after that.
 
   Returns:
     The pipe; `_MET` tells that the processes have met.

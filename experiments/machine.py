@@ -36,7 +36,7 @@ class Devices(typing.NamedTuple):
 
 
 def keep_memory() -> None:
-  """Where training runs on a CPU, keeps memory that was freed for the next use.
+  """Keeps memory that was freed for the next use, where training runs on a CPU.
 
   XLA allocates the temporaries of a step anew. glibc gives blocks of their size
   back to the kernel, which clears them, page by page, at every step. Call it
@@ -63,7 +63,7 @@ def setup_devices(
   Args:
     cfg: the resolved experiment.
     cache: directory of compiled programs; '' for none, None for the default.
-    processes: of the job (`experiments.job`).
+    processes: number of processes of the job (`experiments.job`).
 
   Raises:
     ValueError: the mesh needs more devices than there are, or leaves some of

@@ -91,7 +91,7 @@ def serve(opened, **settings) -> int:
 
   Args:
     opened: called with the host once it is ready; returns a line to print.
-    **settings: of `serving.host.Settings`, beyond what the flags say.
+    **settings: fields of `serving.host.Settings`, beyond what the flags say.
 
   Returns:
     Exit code.

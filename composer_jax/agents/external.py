@@ -121,7 +121,7 @@ class SubprocessHarness:
   Attributes:
     command: program and arguments.
     seconds: until it and all that it started are killed.
-    kept_bytes: of the files at the end, together.
+    kept_bytes: bytes kept of the files at the end, together.
   """
 
   command: tuple[str, ...]

@@ -45,7 +45,7 @@ class Policy(Protocol):
       context: routing rows are blank where no forward pass has filled them.
       max_tokens: sampled at most.
       stop: ids that end the turn; the one sampled is included.
-      seed: of the random numbers of this turn.
+      seed: seed of the random numbers of this turn.
       temperature: 0 for the most likely token.
 
     Raises:
@@ -210,13 +210,13 @@ async def run(
 
   Args:
     task: the problem.
-    session: for the `run` tool; untouched if the policy never calls it. Or
+    session: sandbox of the `run` tool; untouched if that is never called. Or
       whatever else carries out the turns.
     policy: samples the turns, and summaries if `cfg` asks for them.
     renderer: between tokens and calls.
     cfg: budgets. A summary is not a turn, and none is asked for when no turn
       is left.
-    seed: of the episode; sample t is drawn with `trace.draw_seed(seed, t)`.
+    seed: seed of the episode; `trace.draw_seed(seed, t)` draws sample t.
     temperature: 1 in training, where log-probs have to be the policy's own.
 
   Returns:

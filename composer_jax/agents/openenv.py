@@ -62,7 +62,7 @@ class Client:
     """Describes the session.
 
     Args:
-      url: of the environment, such as ws://host:8000/ws.
+      url: URL of the environment, such as ws://host:8000/ws.
       seconds: until a request must have been answered.
     """
     self._url, self._seconds = url, seconds
@@ -118,8 +118,8 @@ class RemoteLoop:
   """Tools of a remote environment; a `tool_loop.Loop`.
 
   Attributes:
-    counts: of the episode.
-    log: of the episode.
+    counts: calls of the episode by kind, and those that failed.
+    log: calls of the episode with their observations.
     exhausted: never; the environment has limits of its own.
     reward: the last one that it gave; None before.
   """
@@ -198,12 +198,12 @@ async def play(
   """Plays an episode in a remote environment, whose reward is its grade.
 
   Args:
-    url: of the environment.
+    url: URL of the environment.
     policy: samples the turns.
     renderer: between tokens and calls.
     cfg: budgets.
-    seed: of the episode.
-    index: of the task, where the environment lets us choose.
+    seed: seed of the episode.
+    index: number of the task, where the environment lets us choose.
     temperature: see `harness.run`.
     seconds: until every request must have been answered.
 

@@ -107,11 +107,11 @@ class Server:
   Hidden tests stay here: a client sees what a policy sees.
 
   Attributes:
-    source: of the tasks.
-    split: that is offered.
-    grader: of what was handed in; with sandboxes of its own.
+    source: source of the tasks.
+    split: split of the source that is offered.
+    grader: judge of what was handed in; with sandboxes of its own.
     cfg: `max_turns`, `tool_seconds` and `tool_output_bytes` bound an episode.
-    next_index: of the task that the next reset gets, unless it names one.
+    next_index: task that the next reset gets, unless it names one.
   """
 
   def __init__(
@@ -126,12 +126,12 @@ class Server:
     """Describes the server.
 
     Args:
-      source: see the attributes, as for split, grader and cfg.
-      split: of the source.
-      pool: of sandboxes for tools.
-      grader: of submissions.
+      source: source of the tasks.
+      split: split of the source.
+      pool: sandboxes for tools.
+      grader: judge of submissions.
       cfg: budgets.
-      idle_seconds: without a frame, after which a session is over.
+      idle_seconds: time without a frame after which a session is over.
     """
     self.source, self.split = source, split
     self.grader, self.cfg = grader, cfg

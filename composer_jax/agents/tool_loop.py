@@ -20,8 +20,8 @@ class Loop(Protocol):
   """Carries out turns.
 
   Attributes:
-    counts: of the current episode.
-    log: of the current episode.
+    counts: calls of the episode by kind, and those that failed.
+    log: calls of the episode with their observations.
     exhausted: the policy has used up its tools.
   """
 

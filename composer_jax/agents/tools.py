@@ -105,7 +105,7 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> ToolCall:
   """Reads a tool call that was written by name.
 
   Raises:
-    ParseError: with a text for the policy.
+    ParseError: the call is malformed; the text is for the policy.
   """
   if name not in BY_NAME:
     raise ParseError(f'no tool "{name}"; have {", ".join(BY_NAME)}')

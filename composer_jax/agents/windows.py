@@ -16,8 +16,8 @@ class State:
 
   Attributes:
     files: path -> text, as they are now.
-    turns_left: in the episode.
-    summaries: so far.
+    turns_left: turns left in the episode.
+    summaries: summaries so far.
   """
 
   files: Mapping[str, str]

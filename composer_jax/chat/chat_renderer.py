@@ -57,7 +57,7 @@ def _id(name: str, number: int) -> str:
 
 
 class ChatRenderer:
-  """Between tasks, tool calls and the token ids of one model."""
+  """Translates between tasks, tool calls and the token ids of one model."""
 
   def __init__(self, chat_format: template.ChatFormat):
     """Checks that the format has tools.
@@ -128,7 +128,7 @@ class ChatRenderer:
     """Reads a sampled turn.
 
     Raises:
-      ParseError: with a text for the policy; nothing may then be executed.
+      ParseError: the text is for the policy; nothing may then be executed.
     """
     if not ids or ids[-1] not in self.stop_ids:
       raise tools.ParseError('turn has no end')

@@ -1,4 +1,4 @@
-"""Between tasks, tool calls and token ids; and the tokenizer behind it.
+"""Token ids of tasks and tool calls, and back; and the tokenizer behind it.
 
 Structure is special tokens, content is byte-level BPE. The harness hands the
 sampled ids back unchanged, so nothing the policy wrote is ever re-encoded;
@@ -193,7 +193,7 @@ class CompactRenderer:
     """Reads a sampled turn.
 
     Raises:
-      ParseError: with a text for the policy; nothing may then be executed.
+      ParseError: the text is for the policy; nothing may then be executed.
     """
     if not ids or ids[-1] != self._ids[END]:
       raise tools.ParseError('turn has no end')

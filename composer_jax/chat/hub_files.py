@@ -17,7 +17,7 @@ def read(
   """Reads what a published model says of its chats.
 
   Args:
-    folder: of the model, with the files of its tokenizer.
+    folder: folder of the model, with the files of its tokenizer.
 
   Returns:
     (JSON of the tokenizer, template, stop tokens, names), for `ChatFormat`.
@@ -63,8 +63,8 @@ def start_id(tokenizer: tokenizers.Tokenizer, names: Mapping[str, str]) -> int:
   """Id of the token before a document.
 
   Args:
-    tokenizer: of the model.
-    names: from `names_of`.
+    tokenizer: tokenizer of the model.
+    names: special tokens, from `names_of`.
 
   Raises:
     ValueError: there is no token for it.

@@ -147,7 +147,7 @@ class ChatFormat:
 
   Attributes:
     stop_ids: end a reply.
-    vocab_size: of the tokenizer, added tokens included.
+    vocab_size: ids of the tokenizer, added tokens included.
   """
 
   def __init__(
@@ -161,7 +161,7 @@ class ChatFormat:
     """Compiles the template.
 
     Args:
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       template: Jinja source.
       stop: special tokens that end a reply.
       names: what the template calls special tokens: 'bos_token' -> text.
@@ -199,8 +199,8 @@ class ChatFormat:
     """The whole conversation, and what a reply begins with.
 
     Args:
-      messages: as in the OpenAI API, contents as text.
-      tools: on offer, as there.
+      messages: messages as in the OpenAI API, contents as text.
+      tools: tools on offer, as there.
 
     Raises:
       ValueError: the template refuses the conversation.
@@ -218,7 +218,7 @@ class ChatFormat:
 
     Args:
       messages: the whole conversation; messages[known - 1] is the reply.
-      tools: on offer.
+      tools: tools on offer.
       known: messages whose ids are known.
       ended: whether the ids of the reply include its stop token.
 
@@ -247,9 +247,9 @@ class ChatFormat:
 
     Args:
       before: text in front of the ids.
-      ids: such as were sampled.
+      ids: ids inside, such as were sampled.
       after: text behind them.
-      tools: on offer.
+      tools: tools on offer.
 
     Raises:
       ValueError: see `prompt`.
@@ -266,9 +266,9 @@ class ChatFormat:
     """A recorded reply as a policy would have come to it.
 
     Args:
-      messages: of the conversation; those behind the reply are not looked at.
-      tools: on offer.
-      index: of the reply.
+      messages: the conversation; what is behind the reply is not looked at.
+      tools: tools on offer.
+      index: place of the reply among the messages.
 
     Returns:
       (ids of the prompt, ids of the reply with its stop token).

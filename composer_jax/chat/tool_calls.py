@@ -14,9 +14,9 @@ class ToolCall:
   """One tool call.
 
   Attributes:
-    name: of the tool.
+    name: name of the tool.
     arguments: JSON text of an object, as the model wrote it.
-    id: if the format has one.
+    id: id of the call, if the format has one.
   """
 
   name: str
@@ -30,7 +30,7 @@ class Reply:
 
   Attributes:
     content: text for the user; None if there are tool calls only.
-    tool_calls: in order.
+    tool_calls: calls in the order of the text.
     reasoning: text inside <think>, or None.
   """
 

@@ -20,7 +20,7 @@ class Card:
     note: how to read it.
     chart: markup; None if the run has no such figures yet.
     alarm: the note says that something is wrong.
-    wide: as wide as the page.
+    wide: takes the whole width of the page.
   """
 
   title: str

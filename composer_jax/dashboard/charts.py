@@ -26,8 +26,8 @@ class Series:
 
   Attributes:
     name: its text in the legend.
-    x: increasing.
-    y: same length.
+    x: values, increasing.
+    y: values, as many.
     error: half length of the whisker at every point, or none.
     color: which `--sN`.
     faint: thin and pale, for the raw values below a smoothed line.
@@ -195,8 +195,8 @@ def lines(
 
   Args:
     series: those without points are left out.
-    x_label: with its unit.
-    y_label: with its unit.
+    x_label: name of the x axis with its unit.
+    y_label: name of the y axis with its unit.
     levels: name -> a constant to compare with, drawn dashed.
     low: a value the y axis must reach down to; None: fit the values.
     high: a value the y axis must reach up to; None: fit the values.
@@ -292,10 +292,10 @@ def stacked(
   """Draws layers on top of each other.
 
   Args:
-    x: increasing.
+    x: values, increasing.
     layers: name -> one value per x, bottom layer first.
-    x_label: with its unit.
-    y_label: with its unit.
+    x_label: name of the x axis with its unit.
+    y_label: name of the y axis with its unit.
 
   Returns:
     Markup, or None if there is nothing to draw.

@@ -33,8 +33,8 @@ def log_lines(
 
   Args:
     path: file to write.
-    title: above the picture.
-    labels: of the x and the y axis.
+    title: text above the picture.
+    labels: names of the x and the y axis.
     x: positive, one mark each.
     lines: y values by name, positive.
     levels: horizontal lines to compare with, by name.
@@ -67,8 +67,8 @@ def curves(
 
   Args:
     path: file to write.
-    title: above the picture.
-    labels: of the x and the y axis.
+    title: text above the picture.
+    labels: names of the x and the y axis.
     arms: (steps, values) of each run, by name of the arm: thin lines, and a
       thick one for their mean over the steps that all of them have.
   """
@@ -105,7 +105,7 @@ def bars(
 
   Args:
     path: file to write.
-    panels: by title, fractions by name; the first name on top.
+    panels: title -> fractions by name, the first name on top.
   """
   rows = [len(p) for p in panels.values()]
   drawn = figure.Figure(

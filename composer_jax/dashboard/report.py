@@ -42,9 +42,9 @@ class Headline:
   """A pass@1 before and after RL.
 
   Attributes:
-    name: of the tasks and how they were answered.
-    before: of the warm-started model.
-    after: of the newest model.
+    name: name of the tasks and how they were answered.
+    before: pass@1 of the warm-started model.
+    after: pass@1 of the newest model.
     tasks: how many were answered, if known.
     chance: what one random legal edit would score, if known.
     note: words on how far the run is.

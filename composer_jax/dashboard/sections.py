@@ -123,7 +123,7 @@ def _learning(run: data.RunData) -> list[cards.Card]:
 
 
 def _segments(run: data.RunData) -> list[cards.Card]:
-  """Of a run whose rollouts went past their context window; else nothing."""
+  """Charts of rollouts that went past their context window, if any did."""
   if not run.keys('rl', 'segments/'):
     return []
   window = run.config.get('harness', {}).get('max_context_tokens')

@@ -128,7 +128,7 @@ def _split_key(name: str) -> int:
 
 
 def is_heldout(name: str, fraction: float) -> bool:
-  """Whether a document of this name is never trained on."""
+  """Says whether a document of this name is never trained on."""
   return _split_key(name) < fraction * 2**64
 
 

@@ -20,9 +20,9 @@ class File:
   """An input.
 
   Attributes:
-    name: below the folder that was given, with '/' on every platform.
+    name: path below the folder that was given, with '/' on every platform.
     path: where it is.
-    size: in bytes.
+    size: bytes.
   """
 
   name: str
@@ -35,8 +35,8 @@ class Record:
   """What may become a document.
 
   Attributes:
-    name: of the document.
-    fields: of it; None for what is blank or no text, and is left out.
+    name: name of the document.
+    fields: fields it has; None for what is blank or no text, and is left out.
     done: bytes of the file that end with it, about.
   """
 
@@ -50,7 +50,7 @@ def find(paths: Sequence[str], suffix: str) -> list[File]:
 
   Args:
     paths: files, and folders that are searched for `suffix`.
-    suffix: of file names in folders.
+    suffix: end of the names of files in folders.
 
   Raises:
     ValueError: there is no such file or folder, or nothing in it.
@@ -75,7 +75,7 @@ def records(file: File, field: str, skip: int) -> Iterator[Record]:
 
   Args:
     file: .jsonl, .parquet, or else a document of its own.
-    field: that a record must have.
+    field: field that a record must have.
     skip: leading records that are not wanted.
 
   Raises:

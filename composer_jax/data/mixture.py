@@ -36,9 +36,9 @@ def deal(
   After n rows a source of share w has had fewer than w n + 1 of them.
 
   Args:
-    weights: of the sources, positive; ties go to the first.
+    weights: shares of the sources, positive; ties go to the first.
     given: rows that each has had.
-    rows: to be given.
+    rows: rows to give.
 
   Returns:
     Rows for each source.
@@ -62,7 +62,7 @@ class Mixture:
   """Documents of several sources, side by side in the rows of a batch.
 
   Attributes:
-    sources: by name.
+    sources: sources by name.
     weights: share of the ROWS that each fills, up to a common factor.
   """
 
@@ -75,8 +75,8 @@ class Mixture:
     """Documents of one batch.
 
     Args:
-      cursors: of the sources; {} is the beginning.
-      rows: of the batch.
+      cursors: cursors of the sources; {} is the beginning.
+      rows: rows of the batch.
 
     Returns:
       Documents, and the cursors behind them.

@@ -65,7 +65,7 @@ class Demos:
   def next(
       self, cursor: stream.Cursor, rows: int
   ) -> tuple[list[trace.TokenTrace], stream.Cursor]:
-    """See `mixture.Source`; the cursor's chunk is the index of the task."""
+    """Documents of one batch; the cursor's chunk is the index of the task."""
     documents = []
     free = [self.tokens_per_row] * rows
     block = contract.KEY_BLOCK
@@ -86,8 +86,8 @@ class Text:
   """A source of text.
 
   Attributes:
-    train: to learn from.
-    heldout: never trained on; without documents if there are none.
+    train: documents to learn from.
+    heldout: documents never trained on; none if there are none.
   """
 
   train: stream.Tokens
@@ -108,8 +108,8 @@ def open_texts(
 
   Args:
     cfg: the experiment.
-    path: of the run's tokenizer.
-    names: of special tokens, of a model that has a base.
+    path: file of the run's tokenizer.
+    names: special tokens of a model that has a base.
 
   Returns:
     Texts by name.

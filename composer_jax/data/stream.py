@@ -149,8 +149,8 @@ class Stream:
   Attributes:
     tokens: what to read.
     tokens_per_row: longest chunk.
-    key_block: that a chunk's start in its row is aligned to.
-    seed: of the order, together with the epoch.
+    key_block: multiple that a chunk starts at in its row.
+    seed: seed of the order, together with the epoch.
   """
 
   tokens: Tokens
@@ -193,7 +193,7 @@ class Stream:
 
     Args:
       cursor: where to go on; `Cursor()` is the beginning.
-      rows: that the chunks fill.
+      rows: rows of the batch.
 
     Returns:
       Chunks that fit into the rows, and the cursor behind them.

@@ -23,7 +23,7 @@ _BATCH_RECORDS, _BATCH_BYTES = 1024, 1 << 22  # encoded together
 
 
 class Document(NamedTuple):
-  """Encoded; see `stream.Tokens`."""
+  """An encoded document; see `stream.Tokens`."""
 
   ids: np.ndarray
   trained: np.ndarray | None
@@ -37,7 +37,7 @@ class Encoder:
   Attributes:
     source: JSON text of the tokenizer.
     tokenizer: the same, which finds no special token in a text.
-    field: of a record that holds its text, or `CHATS`.
+    field: field of a record that holds its text, or `CHATS`.
     start: token before every text; None for chats.
     chats: the format of conversations; None for texts.
   """
@@ -134,7 +134,7 @@ def open_encoder(path: str, field: str, start: str | None) -> Encoder:
 
   Args:
     path: a tokenizer.json, or the folder of a model.
-    field: of a record.
+    field: field of a record that holds its text.
     start: token before every text; None for the tokenizer's own choice.
 
   Raises:
@@ -185,11 +185,11 @@ def header(
   """All that decides what is written, for `shards.ShardWriter`.
 
   Args:
-    encoder: of documents.
-    files: to read.
+    encoder: encoder of documents.
+    files: files to read.
     dtype: 'uint16', 'uint32', or None for the smaller that suffices.
-    heldout_fraction: of documents.
-    shard_tokens: after which a shard ends.
+    heldout_fraction: share of the documents that is held out.
+    shard_tokens: tokens after which a shard ends.
 
   Raises:
     ValueError: a value is out of range.
@@ -223,9 +223,9 @@ def run(
   """Encodes what is not yet in the shards.
 
   Args:
-    files: to read, in order.
-    encoder: of documents.
-    writer: of shards; goes on from its position.
+    files: files to read, in order.
+    encoder: encoder of documents.
+    writer: writer of shards; goes on from its position.
     moved: called with the bytes read so far and figures.
 
   Raises:

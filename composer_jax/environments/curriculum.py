@@ -36,7 +36,7 @@ def stratum(task: task_lib.Task) -> str:
 
 
 def worth(mean: float, variance: float) -> float:
-  """Of a group, from its rewards in [0, 1]: 1 if they differ, 0 if all are 1."""
+  """Worth of a group, rewards in [0, 1]: 1 if they differ, 0 if all are 1."""
   if variance > _LEAST_VARIANCE:
     return 1.0
   return _NEVER_SOLVED if mean < 0.5 else 0.0
@@ -46,7 +46,7 @@ def fold(tally: Tally, groups: Iterable[tuple[str, float]]) -> Tally:
   """The tally after one more step.
 
   Args:
-    tally: before.
+    tally: what the steps before have shown.
     groups: (stratum, worth) of every group of the step, trained or not, in a
       fixed order.
   """
@@ -82,10 +82,10 @@ def choose(
   """Index of the training task of a prompt.
 
   Args:
-    source: of tasks.
+    source: source of tasks.
     prompt: number of the prompt in the run.
     candidates: tasks to choose from; 1 takes them as they come.
-    tally: of the steps before.
+    tally: what the steps before have shown.
   """
   indices = range(prompt * candidates, (prompt + 1) * candidates)
   kinds = [stratum(source.task(i, 'train')) for i in indices]

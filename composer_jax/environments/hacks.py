@@ -82,7 +82,7 @@ def submissions(
   """Hacks of a task: name -> files as they would be submitted.
 
   Args:
-    files: that the task starts from, unrepaired.
+    files: path -> text that the task starts from, unrepaired.
     tests: path -> text of the suite.
   """
   out = {

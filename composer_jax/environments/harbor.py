@@ -91,7 +91,7 @@ class Built:
   """A task with all that belongs to it.
 
   Attributes:
-    task: as the policy sees it.
+    task: problem as the policy sees it.
     hidden: tests that decide the reward.
     solution: path -> text of the reference solution; may be empty.
   """
@@ -123,7 +123,7 @@ def write(folder: pathlib.Path, built: Built) -> None:
   """Writes a task; the directory is there as a whole or not at all.
 
   Args:
-    folder: of the task; must not exist yet.
+    folder: folder of the task; must not exist yet.
     built: what to write; the public tests must be a part of the hidden ones.
   """
   task, hidden = built.task, built.hidden
@@ -229,8 +229,8 @@ class HarborDirectory:
   start again.
 
   Attributes:
-    path: of the directory of task directories.
-    seed: of the order.
+    path: directory of task directories.
+    seed: seed of the order.
   """
 
   path: str

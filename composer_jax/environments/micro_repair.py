@@ -155,7 +155,7 @@ class MicroRepair:
       has to call `run` to see it.
     distractors: unused assignments added to the function.
     heldout_families: names in `FAMILIES` that only the heldout split uses.
-    seed: of the whole stream of tasks.
+    seed: seed of the whole stream of tasks.
   """
 
   n_bugs: Annotated[int, Range(1, 2)] = 1

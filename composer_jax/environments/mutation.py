@@ -182,8 +182,8 @@ def removals(source: str, least_lines: int = 4) -> list[Fault]:
   """Functions that can be taken out: name, arguments and docstring stay.
 
   Args:
-    source: of the module.
-    least_lines: of the part that goes.
+    source: source of the module.
+    least_lines: lines that go at least.
   """
   tree, text = ast.parse(source), _Text(source)
   out = []

@@ -58,8 +58,8 @@ class Module:
   """A module that tasks are made of.
 
   Attributes:
-    name: of the module.
-    source: as it should be.
+    name: name of the module.
+    source: text as it should be.
     suite: its tests; all that pass are `pass_to_pass`.
     limits: several times what the suite takes.
   """
@@ -110,9 +110,9 @@ async def load(
   """Reads a module and runs its tests twice; None if they are of no use.
 
   Args:
-    pool: of sandboxes.
+    pool: sandboxes to run tests in.
     library: directory of a standard library with its tests.
-    name: of the module.
+    name: name of the module.
 
   Raises:
     ValueError: the library has no such module, or no tests.

@@ -96,7 +96,7 @@ class SummaryRepair:
   Attributes:
     facts: different constants that are right, 1 or 2; as many summaries.
     inputs: length of the list that is the argument: of what `run` shows.
-    seed: of the whole stream of tasks.
+    seed: seed of the whole stream of tasks.
   """
 
   facts: Annotated[int, Range(1, 2)] = 1

@@ -19,7 +19,7 @@ async def fault(
   """Grades the solution, nothing, and every hack.
 
   Args:
-    pool: of sandboxes.
+    pool: sandboxes to grade in.
     task: what is validated.
     gold: files of the reference solution.
     suite: hidden tests of the task.

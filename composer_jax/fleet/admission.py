@@ -83,8 +83,8 @@ class Member:
 
   Attributes:
     cursor: position in the result stream just after it.
-    seed: of the rollout.
-    sha256: of its payload; '' if it has none.
+    seed: seed of the rollout.
+    sha256: digest of its payload; '' if it has none.
     trajectory: None if the rollout was lost or its result refused.
     refused: why ingest refused the result; '' if it did not.
   """
@@ -140,7 +140,7 @@ class Consumed:
 
   Attributes:
     step: 0-based number of the step.
-    version: of the weights it starts from.
+    version: version of the weights it starts from.
     groups: trained, oldest prompt first; fewer than B if refills ran out,
       empty if there was nothing to learn at all.
     untrained: consumed without training, in prompt order.

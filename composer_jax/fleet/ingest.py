@@ -22,7 +22,7 @@ def check(
 
   Args:
     trajectory: the decoded result.
-    task_id: of the lease it answers.
+    task_id: task of the lease that it answers.
     digests: version number -> digest of every version published.
     oldest_version: a host may not sample with weights older than this.
     routing_required: the model has MoE layers, so every sampled token must

@@ -27,7 +27,7 @@ class RolloutRecord:
 
   Attributes:
     member: number in the group.
-    seed: of the rollout.
+    seed: seed of the rollout.
     outcome: 'valid' | 'infra' | 'refused' | 'lost'.
     spans: per segment, (weight version, tokens in a row with it).
   """
@@ -46,12 +46,12 @@ class GroupRecord:
     prompt: index in the run.
     version: weight version published when it was admitted.
     fault: '' if it was trained, else why not.
-    sha256: over the payload digests of its members, in member order.
-    rollouts: in member order.
+    sha256: digest of its members' payload digests, in member order.
+    rollouts: records in member order.
     task: index in the training split; -1 if no rollout was valid.
     stratum: kind of the task, for the curriculum.
-    mean: reward of the valid rollouts.
-    variance: of their rewards.
+    mean: mean reward of the valid rollouts.
+    variance: variance of their rewards.
   """
 
   prompt: int
@@ -71,9 +71,9 @@ class StepRecord:
 
   Attributes:
     version: number of the weights it started from.
-    digest: of those weights; '' if they were never published.
-    trained: in batch order.
-    untrained: consumed without training.
+    digest: digest of those weights; '' if they were never published.
+    trained: groups in the order of the batch.
+    untrained: groups consumed without training.
   """
 
   version: int
@@ -155,9 +155,9 @@ def commit(ledger: Ledger, batch: admission.Consumed, digest: str) -> Ledger:
   """The ledger after the step that consumes `batch`.
 
   Args:
-    ledger: before the step.
+    ledger: what was consumed before the step.
     batch: what the step consumes.
-    digest: of the weights the step starts from.
+    digest: digest of the weights the step starts from.
 
   Raises:
     ValueError: a prompt or a task is consumed twice, or the step is not the

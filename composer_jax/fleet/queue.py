@@ -27,7 +27,7 @@ class ResultRef:
     task_id: `run/prompt/member`.
     key: name in the blob store; '' if every attempt was lost.
     size: bytes.
-    sha256: of the payload, hex.
+    sha256: digest of the payload, hex.
   """
 
   task_id: str
@@ -55,7 +55,7 @@ class Lease:
     token: identifies this lease; a later lease of the task has another.
     version: newest weights published at lease time; work must not start on
       older ones. None before the first publication.
-    attempt: from 1.
+    attempt: number of the lease of this task, from 1.
   """
 
   id: str
@@ -66,7 +66,7 @@ class Lease:
 
 
 class WorkQueue(Protocol):
-  """At-least-once tasks, a resumable result stream and a version pointer."""
+  """Tasks at least once, a resumable result stream and a version pointer."""
 
   async def offer(self, task_id: str, spec: Mapping[str, Any]) -> None:
     """Adds a task; waits until the admission gate has headroom for it."""
@@ -181,7 +181,7 @@ class InProcessQueue:
       lease_seconds: a worker that neither completes nor extends for so long
         loses its lease.
       max_attempts: leases per task; then it counts as lost.
-      cursor: of the ledger, so that cursors grow over restarts.
+      cursor: position of the ledger, so that cursors grow over restarts.
     """
     self._gate = gate
     self._lease_seconds = lease_seconds

@@ -39,10 +39,10 @@ class Difference:
   """The first array that differs, and its first element that does.
 
   Attributes:
-    name: of the array, such as 'layer 1, attention'.
+    name: name of the array, such as 'layer 1, attention'.
     token: row of the element if the array has one per token.
     element: index of the element, within its token if there is one.
-    dtype: of the array.
+    dtype: type of the array.
     values: bits of the element on both sides, as unsigned integers.
     ulps: representable numbers between them; None for other types and NaN.
     differing: elements of the array that differ.

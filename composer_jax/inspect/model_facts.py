@@ -38,8 +38,8 @@ def of_folder(
   """Everything about a model; its files are opened and checked first.
 
   Args:
-    folder: of the model.
-    mesh: of the trainer whose memory is worked out.
+    folder: folder of the model.
+    mesh: mesh of the trainer whose memory is worked out.
 
   Raises:
     ValueError: a file is missing or damaged, the family is unknown, or the mesh

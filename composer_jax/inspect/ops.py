@@ -84,11 +84,11 @@ def trainer(
   """Every op of the trainer's forward on packed texts, routing live.
 
   Args:
-    params: as published.
+    params: weights as published.
     texts: i32 [T] each; all fit into one batch.
     prompt: tokens at the start whose log-probs are left out.
     cfg: the model.
-    shape: of the batch.
+    shape: shape of the batch.
 
   Returns:
     A record for each text.
@@ -120,12 +120,12 @@ def decoder(
   """Every op of the decoder that is fed the texts, all of them side by side.
 
   Args:
-    params: as published.
+    params: weights as published.
     texts: i32 [T] each, longer than the prompt.
     prompt: tokens at the start that are prefilled, but for the last of them.
     cfg: the model.
     chunk: tokens of a sequence that are prefilled together.
-    seed: of the order in which pages are handed out.
+    seed: seed of the order in which pages are handed out.
 
   Returns:
     A record for each text, comparable with those of `trainer`.
@@ -198,7 +198,7 @@ def train_step(
   backpropagation makes them: from the head down, layer by layer.
 
   Args:
-    state: before the step; it is left alone.
+    state: state before the step; it is left alone.
     batch: the step's only one.
     denominator: Z of the step.
     cfg: the model.
@@ -232,7 +232,7 @@ def of_run(
 
   Args:
     cfg: the run's experiment.
-    workdir: of the run, which has a finished RL checkpoint.
+    workdir: directory of the run, which has a finished RL checkpoint.
     mesh: the trainer's.
 
   Returns:

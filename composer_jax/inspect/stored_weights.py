@@ -113,7 +113,7 @@ def versions(
   """Every kept version of a store, oldest first, and what it cost.
 
   Args:
-    url: of the store's prefix; a plain path is a directory.
+    url: prefix of the store; a plain path is a directory.
     verify: rebuilds every version and derives every digest once more.
     track: wraps the list of versions to show how far one is.
 

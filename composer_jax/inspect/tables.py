@@ -82,7 +82,7 @@ def arms(
   `base-1`, are runs of one arm.
 
   Args:
-    workdirs: of the runs.
+    workdirs: directories of the runs.
     metric: a figure of any phase, such as `eval/pass1_sampled`.
 
   Raises:
@@ -218,7 +218,7 @@ def trajectory(
   """One trajectory: what it earned, and its text or its tokens.
 
   Args:
-    path: of its file; the tokenizer is the one of the run it lies in.
+    path: file of the trajectory, in a run whose tokenizer is used.
     tokens: a line for every token instead of the text.
   """
   t = trace.from_bytes(path.read_bytes())

@@ -1,4 +1,4 @@
-"""From the rewards of a group to one advantage per rollout. Host side, float64.
+"""Advantages of rollouts, from the rewards of their group. Host side, float64.
 
 A group is one prompt, sampled G times. Its statistics count rollouts, never
 segments or tokens, and only valid ones: a rollout lost to infrastructure is

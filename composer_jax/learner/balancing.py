@@ -27,7 +27,7 @@ def loss(
   by its tokens. The second is a mean over the tokens of the step.
 
   Args:
-    sums: over the micro-batch.
+    sums: sums over the micro-batch.
     here: f32 [], real tokens of the micro-batch.
     tokens: f32 [], real tokens of the step.
     cfg: the model.
@@ -56,7 +56,7 @@ def rebias(
   """Moves every expert's bias by one step towards an equal load.
 
   Args:
-    state: after the update, which leaves the biases alone: they have neither a
+    state: what the update made; it leaves the biases alone: they have neither a
       gradient nor weight decay.
     load: f32 [L E], tokens of the whole step that each expert got.
     speed: length of a step.

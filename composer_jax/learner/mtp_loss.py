@@ -23,8 +23,8 @@ def loss(
   """Nats that the modules pay for trained tokens of this device's rows.
 
   Args:
-    params: with `mtp`, unless its weight is 0.
-    hidden: [B T D], of the model.
+    params: masters with `mtp`, unless its weight is 0.
+    hidden: [B T D], final states of the model.
     batch: [B T].
     mtp: the objective; with weight 0 nothing is computed.
     cfg: the model.

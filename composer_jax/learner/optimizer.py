@@ -25,7 +25,7 @@ class Constant:
   """The peak after a linear warmup.
 
   Attributes:
-    warmup_steps: of the ramp.
+    warmup_steps: updates of the ramp.
   """
 
   warmup_steps: checks.Natural = 0
@@ -43,9 +43,9 @@ class Cosine:
   """A cosine from the peak down to a fraction of it, after the warmup.
 
   Attributes:
-    decay_steps: of the cosine.
-    warmup_steps: of the ramp before it.
-    final_fraction: of the peak, where it ends and stays.
+    decay_steps: updates of the cosine.
+    warmup_steps: updates of the ramp before it.
+    final_fraction: fraction of the peak where it ends and stays.
   """
 
   decay_steps: checks.Count
@@ -71,10 +71,10 @@ class Wsd:
   the stable part, which does not know how long the whole will be.
 
   Attributes:
-    stable_steps: at the peak.
-    decay_steps: from the peak to `final_fraction` of it.
-    warmup_steps: of the ramp before them.
-    final_fraction: of the peak, where the decay ends and stays.
+    stable_steps: updates at the peak.
+    decay_steps: updates from the peak to `final_fraction` of it.
+    warmup_steps: updates of the ramp before them.
+    final_fraction: fraction of the peak where the decay ends and stays.
   """
 
   stable_steps: checks.Natural
@@ -200,7 +200,7 @@ class Muon:
 
   Attributes:
     learning_rate: peak.
-    momentum: of the matrices.
+    momentum: decay of the matrices' momentum.
     weight_decay: decoupled, on the matrices Muon updates.
     clip_norm: largest global norm of the gradient; inf does not clip.
     schedule: object that maps the number of updates to a fraction of the peak.

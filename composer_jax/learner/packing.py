@@ -45,12 +45,12 @@ class PackStats:
     tokens: real tokens in them, context included.
     fill_fraction: tokens over the capacity of the batches.
     sampled_tokens: tokens drawn by the policy.
-    withheld_tokens: of those, older than the bound: in no loss.
-    age_mean: versions.
-    age_p95: versions.
-    age_max: versions.
+    withheld_tokens: sampled tokens that are older than the bound: in no loss.
+    age_mean: mean age, in versions.
+    age_p95: 95th percentile, in versions.
+    age_max: largest age, in versions.
     mixed_version_fraction: rollouts sampled from more than one version.
-    blank_route_fraction: of tokens that were an input; 0 without routing.
+    blank_route_fraction: inputs without a recorded route; 0 without routing.
   """
 
   batches: int
@@ -72,7 +72,7 @@ def pack_documents(
 
   Args:
     documents: int32 [T] each, at most `shape.tokens_per_row` long.
-    shape: of the batch.
+    shape: shape of the batch.
   """
   items = [
       items_lib.Item(i, items_lib.document(d), 1.0)
@@ -125,7 +125,7 @@ def pack_all(
 
   Args:
     items: segments; the batches never split a rollout.
-    shape: of every batch.
+    shape: shape of every batch.
     now: version of the trainer's weights; ages count from it.
     replay: the model whose recorded routing must come with every segment;
       None leaves routing to the trainer (`Batch.routing` is None).

@@ -18,7 +18,7 @@ from composer_jax.model import sharding
 
 
 def first() -> bool:
-  """Whether this process is the one that writes for all."""
+  """Says whether this process is the one that writes for all."""
   return jax.process_index() == 0
 
 
@@ -48,7 +48,7 @@ def whole(x: jax.Array) -> np.ndarray:
 
 
 def agree(*flags: bool) -> tuple[bool, ...]:
-  """For each flag, whether it is set in any process: the same in all of them.
+  """Says of each flag whether it is set in any process, the same everywhere.
 
   What decides when to save or to stop (a signal, a clock) differs between
   processes, but they must do it after the same step.

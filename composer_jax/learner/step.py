@@ -172,10 +172,10 @@ def gradients(
     denominator: f32 [], the global constant Z; the same for every micro-batch
       of a step, so the sum over micro-batches is the step's gradient.
     cfg: the model.
-    loss: static; hashes by value.
-    mesh: see `make_mesh`.
+    loss: loss, static; hashes by value.
+    mesh: mesh of the trainer, from `make_mesh`.
     balancing: what is asked of the router; nothing in RL.
-    mtp: of further tokens.
+    mtp: what is asked of the modules that predict further tokens.
     tokens: f32 [], real tokens of the whole step, that its losses are means of.
     reference: masters whose log-probs become `TokenStats.ref_logps`.
 
@@ -296,7 +296,7 @@ def train_step(
     tx: built once per run (a new object is a new jit key).
     mesh: the trainer's.
     balancing: what is asked of the router.
-    mtp: of further tokens.
+    mtp: what is asked of the modules that predict further tokens.
     reference: masters for a loss that `needs_reference`.
     on_nonfinite: saves the offending batch and returns where it did.
 
@@ -359,7 +359,7 @@ def score(
   """The trainer's forward without a loss, for audits and held-out figures.
 
   Args:
-    params: as published (bf16 values).
+    params: weights as published (bf16 values).
     batch: [B T]; its routing is replayed, None routes live.
     cfg: the model.
     mesh: the trainer's.

@@ -31,9 +31,9 @@ class Row:
   """One piece of labeled work.
 
   Attributes:
-    id: distinct in its file.
+    id: name that no other row of its file has.
     kind: one of `KINDS`.
-    version: of the weights that did it; '' if none did.
+    version: version of the weights that did it; '' if none did.
     evidence: what the judge is shown.
     labels: item id -> the right answer.
   """
@@ -93,7 +93,7 @@ async def ask(
   """Shows every row to the judge, several times.
 
   Args:
-    judge: to be calibrated.
+    judge: judge to be calibrated.
     rows: labeled work.
     repeats: judgements of each row.
     at_once: rows in flight.
@@ -155,9 +155,9 @@ def report(
   """All figures, as plain JSON.
 
   Args:
-    rubric: that was judged by.
+    rubric: rubric that was judged by.
     rows: labeled work.
-    judgements: of each row, the repeats.
+    judgements: repeats of each row.
     judge_version: `Judge.version`.
     earlier: a report of the same work by another judge, or by this one
       before.

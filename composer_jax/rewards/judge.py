@@ -49,8 +49,8 @@ class Verdict:
   """The answer to one item.
 
   Attributes:
-    choice: as the rubric spells it.
-    score: of that choice.
+    choice: answer as the rubric spells it.
+    score: score of that choice.
     reason: what the judge said before.
   """
 
@@ -176,13 +176,13 @@ class Judge:
 
   Attributes:
     rubric: path of the file (`rubric`).
-    base_url: of an OpenAI-compatible endpoint, such as https://host/v1.
+    base_url: URL of an OpenAI-compatible endpoint, such as https://host/v1.
     model: its name there.
     key_variable: environment variable with the key; '' sends none. The key
       itself never enters a config, which a run writes down.
-    influence: of the judge: what the worst work loses, at most 0.3.
-    deadline_seconds: for all the items of an episode, tries included.
-    max_tokens: of one reply.
+    influence: what the worst work loses by the judge, at most 0.3.
+    deadline_seconds: time for all the items of an episode, tries included.
+    max_tokens: longest reply.
   """
 
   rubric: str
@@ -210,7 +210,7 @@ class Judge:
 
   @property
   def version(self) -> str:
-    """Of whatever verdicts depend on: comparable if equal."""
+    """Name of whatever verdicts depend on: comparable if equal."""
     return f'{self.model}/{rubric_lib.load(self.rubric).digest}'
 
   async def _ask(

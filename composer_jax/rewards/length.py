@@ -36,13 +36,13 @@ class LengthPenalty:
 
   Attributes:
     influence: what an episode of length `full_at` or more loses, at most 0.3.
-    full_at: that length, in weighted tokens.
+    full_at: the length at which `influence` is lost, in weighted tokens.
     k: curvature per unit of length.
     q: 0 is linear; the larger, the sooner it flattens.
     sampled: weight of a token that the policy sampled.
-    shown: of a token of an observation.
-    call: of a tool call.
-    turn: of a turn.
+    shown: weight of a token of an observation.
+    call: weight of a tool call.
+    turn: weight of a turn.
   """
 
   influence: Annotated[float, Range(0, hierarchy.INFLUENCE, above=True)] = 0.1

@@ -35,9 +35,9 @@ class Item:
 
   Attributes:
     id: names the item in metrics.
-    question: in words.
+    question: text of the question.
     choices: answer -> score in [0, 1]; strictly rising or falling.
-    weight: of the item in the mean.
+    weight: weight of the item in the mean.
   """
 
   id: str
@@ -65,8 +65,8 @@ class Rubric:
   """The items of a file.
 
   Attributes:
-    name: for people.
-    items: with distinct ids.
+    name: name for people.
+    items: questions with distinct ids.
   """
 
   name: str
@@ -74,7 +74,7 @@ class Rubric:
 
   @property
   def digest(self) -> str:
-    """Of all that decides what is asked; 12 hex digits."""
+    """Digest of all that decides what is asked; 12 hex digits."""
     text = json.dumps(dataclasses.asdict(self))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -27,7 +27,7 @@ class SlotCache:
   """Which slot holds which pages.
 
   Attributes:
-    pool: of the lane.
+    pool: pages of the lane.
     table: i32 [N W], for the device; `pool.count` where there is no page.
     held: i32 [N], pages of each slot.
   """
@@ -110,7 +110,7 @@ class SlotCache:
     """Publishes full pages.
 
     Args:
-      slot: whose.
+      slot: slot whose pages they are.
       tokens: i32 [T], what is stored from `unpublished` on.
       asked: [T L K], routes as recorded.
       used: [T L K], routes in use.
@@ -127,7 +127,7 @@ class SlotCache:
       self._published[slot] += 1
 
   def forget(self, root: bytes) -> None:
-    """From now on other weights fill the pages."""
+    """Lets other weights fill the pages from now on."""
     self.pool.forget()
     self._root = root
     self._stale[:] = True

@@ -194,9 +194,9 @@ class Runner:
 
     Args:
       n: slots that matter.
-      *inputs: of all slots: page table [N width], tokens, positions (below 0
-        where nothing runs), recorded routing of these tokens [N L K], seeds,
-        temperatures.
+      *inputs: arrays of all slots: page table [N width], tokens, positions
+        (below 0 where nothing runs), recorded routing of these tokens [N L K],
+        seeds, temperatures.
 
     Returns:
       (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the

@@ -59,9 +59,9 @@ class Engine:
     Args:
       cfg: the model.
       rollout: sizes.
-      version: of `params`.
+      version: version of `params`.
       params: arrays of numpy or jax; copied to every device.
-      devices: of the lanes; at most one per slot is used. A host device is
+      devices: one per lane, at most one per slot is used. A host device is
         worth about one core.
       refresh: called between blocks; returns newer weights, or None.
     """

@@ -16,7 +16,7 @@ def chain(key: bytes, *content: bytes) -> bytes:
   """Key of a page, from that of the page before it and what it holds.
 
   Args:
-    key: of the page before; of the weights for the first one.
+    key: key of the page before; of the weights for the first one.
     *content: bytes of fixed sizes.
   """
   return hashlib.blake2b(b''.join((key, *content)), digest_size=16).digest()

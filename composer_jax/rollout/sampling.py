@@ -47,10 +47,10 @@ def sample(
 
   Args:
     logps: log-softmax of the model.
-    seeds: of the requests.
+    seeds: seeds of the requests.
     positions: index in its sequence of the token to draw.
     temperatures: 0 takes the likeliest token, the lowest id on a tie.
-    implementation: of the model's kernels; see `kernels_triton.launch`.
+    implementation: choice of the model's kernels; see `kernels_triton.launch`.
 
   Returns:
     (tokens, log-probs of the tokens under `logps`, which is temperature 1).

@@ -61,8 +61,8 @@ def run(
 
   Args:
     cfg: the experiment.
-    workdir: with `trajectories/`.
-    url: of the weight store.
+    workdir: directory of a run, with `trajectories/`.
+    url: URL of the weight store.
     mesh: the trainer's.
     ended: called after every version, of which there are at most `VERSIONS`.
   """

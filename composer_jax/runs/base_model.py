@@ -56,7 +56,7 @@ def published(cfg: config.Experiment) -> stored_model.StoredModel | None:
 
 
 def renderer(cfg: config.Experiment, stored: stored_model.StoredModel) -> Any:
-  """Between the experiment's tasks and tokens.
+  """Translates between the experiment's tasks and tokens.
 
   Raises:
     ValueError: the tokenizer or the template does not serve.

@@ -22,8 +22,8 @@ def model_of(folder: pathlib.Path, name: str) -> stored_model.StoredModel:
   """Reads all but the weights of a published model.
 
   Args:
-    folder: of the model.
-    name: for people and clients.
+    folder: folder of the model.
+    name: name for people and clients.
 
   Raises:
     ValueError: files are missing, or describe what is not supported.
@@ -55,9 +55,9 @@ def publish_folder(
   """Makes a model the first version of a new store.
 
   Args:
-    folder: of the model.
-    url: of the store.
-    stored: from `model_of`.
+    folder: folder of the model.
+    url: URL of the store.
+    stored: what `model_of` read.
     incarnation: unique name of this writer.
     read: told how many parameters have been read, after every tensor.
 
@@ -79,9 +79,9 @@ def export_folder(
   """Writes a version of a store as a folder that other engines read.
 
   Args:
-    url: of the store.
+    url: URL of the store.
     step: `WeightVersion.step`; None for the newest.
-    folder: to make.
+    folder: folder to make.
 
   Raises:
     ValueError: there is no such version, or no family can express the model.

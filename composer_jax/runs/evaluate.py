@@ -111,9 +111,9 @@ def evaluate(
 
   Args:
     cfg: the experiment.
-    host: with `version` or newer; nobody may publish meanwhile.
+    host: host on `version` or newer; nobody may publish meanwhile.
     version: weight step that must be served.
-    splits: to play.
+    splits: splits to play.
     ended: called after every episode, on another thread.
   """
   scores = {}
@@ -191,10 +191,10 @@ def stored_host(
   """A host on one published version of an existing run, which it only reads.
 
   Args:
-    cfg: of the run.
-    workdir: of the run.
+    cfg: experiment of the run.
+    workdir: directory of the run.
     version: weight step; None for the newest.
-    device: of the engine.
+    device: device of the engine.
 
   Raises:
     ValueError: the run has published nothing yet. Entering the host raises it
@@ -240,7 +240,7 @@ def showcase_record(
 
   Args:
     cfg: the experiment.
-    renderer: to spell tokens.
+    renderer: spells tokens.
     sides: 'before' and 'after' -> episodes of the same tasks.
     weights: 'before' and 'after' -> published params.
     mesh: the trainer's.

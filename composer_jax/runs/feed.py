@@ -51,7 +51,7 @@ def fetch(
   """Rebuilds a version from the store, verified.
 
   Args:
-    url: of the weight store.
+    url: URL of the weight store.
     step: `WeightVersion.step` of the version; None for the newest.
 
   Returns:
@@ -93,7 +93,7 @@ class WeightFeed:
     """Waits for the first version of the store.
 
     Args:
-      url: of the weight store.
+      url: URL of the weight store.
       patience_seconds: how long following may fail before a wait does.
 
     Raises:

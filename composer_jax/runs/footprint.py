@@ -48,10 +48,10 @@ class Collective:
   """All collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind: such as 'all-gather'.
-    axes: that its devices differ in.
+    kind: name such as 'all-gather'.
+    axes: mesh axes that its devices differ in.
     count: arrays that a device gives to it.
-    bytes: that a device sends, as much as it receives, if each goes around a
+    bytes: bytes that a device sends, and receives, if each goes around a
       ring (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms").
   """
 
@@ -72,11 +72,11 @@ class Shapes:
     batch: one micro-batch.
     backward: what forward and backward hold besides, at their peak.
     update: the same of the optimizer's update.
-    collectives: of forward and backward of one micro-batch.
+    collectives: those of forward and backward of one micro-batch.
     decoder: weights of a rollout device, which holds all of them.
     cache: keys and values of one token.
-    train_flops: of a token's forward and backward pass in a full row.
-    decode_flops: of a token that sees a full context.
+    train_flops: operations of a token's two passes in a full row.
+    decode_flops: operations of a token that sees a full context.
   """
 
   parameters: int
@@ -93,7 +93,7 @@ class Shapes:
 
   @property
   def peak(self) -> int:
-    """Of a trainer that adds up the gradients of several micro-batches."""
+    """Bytes of a trainer that sums the gradients of several micro-batches."""
     state = self.parameters + self.optimizer + self.gradients
     return state + max(self.gradients + self.batch + self.backward, self.update)
 
@@ -197,7 +197,7 @@ def collectives(
   """What the devices of a mesh say to each other, in a traced program.
 
   Args:
-    program: with a `shard_map`; nothing is known of what a partitioner adds.
+    program: traced `shard_map`; nothing is known of what a partitioner adds.
     mesh: axis -> its size.
 
   Raises:

@@ -58,7 +58,7 @@ def build(
   Args:
     cfg: the resolved experiment.
     devices: jax devices, the mesh first.
-    processes: that the devices belong to.
+    processes: number of processes that the devices belong to.
     contract: constants that fix the order of every reduction.
     xla_flags: value of XLA_FLAGS.
     command: command line that starts the run again.
@@ -89,9 +89,9 @@ class Change:
   """A fact that is not what it was.
 
   Attributes:
-    field: dotted, such as 'versions.jaxlib'.
-    before: when the run was last started.
-    now: in this process.
+    field: dotted name, such as 'versions.jaxlib'.
+    before: value when the run was last started.
+    now: value in this process.
     numeric: may change bits, so it is part of the run's numeric contract.
   """
 

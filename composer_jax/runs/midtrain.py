@@ -57,9 +57,9 @@ def heldout_figures(
   """Compression of text that was never trained on, under published weights.
 
   Args:
-    state: of training.
-    texts: by source; those without a document are left out.
-    shape: of the batches.
+    state: state of training.
+    texts: texts by source; those without a document are left out.
+    shape: shape of the batches.
     cfg: the model.
     mesh: the trainer's.
 
@@ -105,12 +105,12 @@ def run(
   Args:
     phase: steps, shapes, optimizer; its name is that of metrics.
     source: what to train on.
-    state: to start from; its optimizer state is started afresh.
+    state: state to start from; its optimizer state is started afresh.
     model: the model.
     mesh: the trainer's.
     heldout: texts for bits per byte, by source.
     checkpoints: directory of this phase's checkpoints.
-    writer: of metrics.
+    writer: writer of metrics.
     stop: asked after every step; True in any process saves and returns early.
 
   Returns:

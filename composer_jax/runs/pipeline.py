@@ -49,13 +49,13 @@ class Run:
 
   Attributes:
     cfg: the resolved experiment.
-    run_id: of no other run.
-    workdir: of the run.
+    run_id: id that no other run has.
+    workdir: directory of the run.
     mesh: the trainer's.
     decoder: device of the decode engine.
     model: what a store says of it.
     texts: sources of text, by name.
-    writer: of metrics.
+    writer: writer of metrics.
     stop: True once the user has asked to stop.
   """
 
@@ -71,7 +71,7 @@ class Run:
 
   @functools.cached_property
   def renderer(self) -> Any:
-    """Between tasks and tokens; ValueError for a tokenizer of other texts."""
+    """Translates tasks; ValueError for a tokenizer of other texts."""
     return base_model.renderer(self.cfg, self.model)
 
   @property
@@ -184,7 +184,7 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
 
 
 def _initial(run: Run) -> batch_lib.TrainState:
-  """Of the base or random, without an optimizer: every phase makes its own."""
+  """Parameters of the base, or random ones; every phase makes an optimizer."""
   tx, phases = optax.identity(), run.cfg.phases
   # What the first phase restores anyway is not read.
   resumed = bool(phases) and _newest(run.workdir, phases[0].name) > 0
@@ -210,7 +210,7 @@ def reinforcement(
 
   Args:
     run: the run.
-    state: of the warm-up; only its parameters are used.
+    state: state of the warm-up; only its parameters are used.
 
   Returns:
     (state, whether all RL steps are done).

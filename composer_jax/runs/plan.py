@@ -75,7 +75,7 @@ def text(cfg: config.Experiment, found: footprint.Shapes | None = None) -> str:
 
   Args:
     cfg: the experiment.
-    found: about its steps; takes the place of an estimate.
+    found: sizes of its steps; they take the place of an estimate.
 
   Raises:
     ValueError: as `check`.

@@ -77,8 +77,8 @@ class Player:
 
   Attributes:
     engine: the decode engine.
-    feed: of weights.
-    loop: of the host's thread; `call` runs a coroutine there.
+    feed: source of weights.
+    loop: event loop of the host's thread; `call` runs a coroutine there.
     environment: time spent on grading in sandboxes.
     renderer: between tasks and tokens.
   """
@@ -96,9 +96,9 @@ class Player:
 
     Args:
       cfg: model, rollout, harness, tasks and rewards are used.
-      url: of the weight store; something must have been published there.
-      renderer: for the experiment's tasks.
-      device: of the engine; the trainer should not use it.
+      url: URL of the weight store; something must have been published there.
+      renderer: renderer of the experiment's tasks.
+      device: device of the engine; the trainer should not use it.
       feed: makes the source of weights from `url`: one that follows the
         newest version, or one that stays at a version (`FixedFeed`).
     """
@@ -174,7 +174,7 @@ class Player:
     Args:
       task: the problem.
       task_id: `run/prompt/member`.
-      seed: of the episode's random numbers.
+      seed: seed of the episode's random numbers.
       temperature: 1 in training, 0 for greedy evaluation.
       oldest_version: weight step that the episode must at least start on.
       policy: samples the turns; None for the engine.
@@ -235,7 +235,7 @@ class Player:
       tasks: the problems.
       name: first part of the trajectories' ids.
       seeds: one per task.
-      temperature: of all of them.
+      temperature: temperature of all of them.
       oldest_version: see `rollout`.
       ended: called after every episode, on the host's thread.
     """

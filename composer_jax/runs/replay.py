@@ -49,8 +49,8 @@ class Replay:
   """What was replayed.
 
   Attributes:
-    steps: of the optimizer, whose weights were compared.
-    rollouts: played again.
+    steps: updates of the optimizer, whose weights were compared.
+    rollouts: rollouts played again.
     unverified: groups whose digest covers a rollout that was lost or failed.
     difference: what was not as it had been, '' if everything was.
   """
@@ -81,7 +81,7 @@ class Recorded:
   A context is prefilled with the weights that draw the first token after it.
 
   Attributes:
-    digests: of the weights, by version.
+    digests: digests of the weights, by version.
   """
 
   def __init__(
@@ -94,7 +94,7 @@ class Recorded:
 
     Args:
       cfg: the experiment.
-      weights: by version.
+      weights: weights by version.
       segments: versions of every token of each window, in order.
     """
     self.digests = {version: w.digest for version, w in weights.items()}
@@ -208,9 +208,9 @@ def run(
 
   Args:
     cfg: the run's experiment.
-    workdir: of the run; its id and its checkpoints are read.
-    ledger: of its newest checkpoint.
-    host: with sandboxes and a grader; its engine is not used.
+    workdir: directory of the run; its id and its checkpoints are read.
+    ledger: ledger of its newest checkpoint.
+    host: host with sandboxes and a grader; its engine is not used.
     mesh: the trainer's.
     ended: called after every step.
 

@@ -303,16 +303,16 @@ def run(
     cfg: the experiment.
     state: masters and optimizer state that `ledger` belongs to.
     host: the rollout side, serving `version`.
-    publisher: of the weight store.
+    publisher: publisher of the weight store.
     run_id: first part of the rollouts' ids.
     version: the published version of `state`.
     ledger: what those weights have been trained on.
-    saver: of checkpoints; the ledger is saved with the weights.
+    saver: writer of checkpoints; the ledger is saved with the weights.
     tx: the optimizer, built once.
     mesh: the trainer's.
     reference: masters for a loss with `needs_reference`, else None.
-    workdir: for trajectories and offending batches.
-    writer: of metrics.
+    workdir: directory for trajectories and offending batches.
+    writer: writer of metrics.
     evaluate: called as evaluate(step, version) at step 0, every
       `rl.eval_every_steps` and at the end, with rollouts going on.
     stop: asked after every step; True saves and returns early.

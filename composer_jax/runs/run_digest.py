@@ -76,9 +76,9 @@ def restored(
 
   Args:
     cfg: the run's experiment.
-    workdir: of the run.
+    workdir: directory of the run.
     phase: 'rl', or the name of one before it.
-    mesh: to restore to.
+    mesh: mesh to restore to.
 
   Raises:
     ValueError: there is none.
@@ -99,7 +99,7 @@ def of_run(cfg: config.Experiment, workdir: pathlib.Path) -> Mapping[str, str]:
 
   Args:
     cfg: the run's experiment.
-    workdir: of the run.
+    workdir: directory of the run.
 
   Raises:
     ValueError: a phase has no checkpoint.

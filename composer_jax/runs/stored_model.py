@@ -29,11 +29,11 @@ class StoredModel:
   """A model, apart from its weights.
 
   Attributes:
-    name: for people and clients.
+    name: name for people and clients.
     model: sizes.
     context_tokens: longest window that it was made for.
     tokenizer: JSON text of a tokenizer.
-    template: of its chats, in Jinja.
+    template: template of its chats, in Jinja.
     stop: special tokens that end a reply.
     names: what the template calls special tokens.
   """

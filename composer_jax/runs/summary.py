@@ -119,7 +119,7 @@ def build(run: pipeline.Run) -> dict[str, Any]:
   """Audits the run, writes its three files and returns the summary.
 
   Args:
-    run: with RL complete.
+    run: run whose RL is complete.
 
   Raises:
     ValueError: an evaluation task was seen in training.

@@ -162,7 +162,7 @@ class Writer:
 
 
 class Silent(Writer):
-  """Of a process that leaves writing to another one."""
+  """Writer of a process that leaves writing to another one."""
 
   def __init__(self):
     self.kept = []

@@ -64,11 +64,11 @@ class Caps:
   """Bounds of one sandbox.
 
   Attributes:
-    disk_bytes: of each of /box, /tmp and /dev/shm (they live in memory).
+    disk_bytes: size of each of /box, /tmp and /dev/shm (they live in memory).
     process_bytes: address space of one process.
     memory_bytes: resident memory of all processes together.
-    processes: at one time.
-    open_files: per process.
+    processes: most processes at one time.
+    open_files: most files that a process has open.
   """
 
   disk_bytes: int = 16 << 20

@@ -48,7 +48,7 @@ class Grade:
   Attributes:
     passed: a hidden case: the output equals the expected value. A suite: a
       test that failed at the start passes, and none was broken.
-    failure: see `Outputs` and `suite.Outcomes`; the policy's doing.
+    failure: what the policy did wrong, see `Outputs` and `suite.Outcomes`.
     valid: False if infrastructure failed: no verdict, not a zero.
     reason: one line for people.
     flags: constructs a repair does not need (`suspicion`); then all failed.

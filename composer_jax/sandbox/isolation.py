@@ -139,7 +139,7 @@ class Jail:
     self.bare = bare
 
   def enter_server(self):
-    """For the runner; the system call filter is inherited by every child."""
+    """Confines the runner; every child inherits the filter of system calls."""
     if self.bare:
       _prctl(36, 1)  # orphans come to us, so that they can be reaped
       # From here kill(-1) ends at our own children. Any domain denies moves
@@ -152,7 +152,7 @@ class Jail:
     _prctl(22, 2, ctypes.addressof(program))
 
   def enter_child(self):
-    """For a child, before it reads its request."""
+    """Confines a child, before it reads its request."""
     if self.bare:
       everything, read = 0xFFFF, 0xD  # read = execute, read file, read dir
       shared = ['/usr', '/lib', '/lib64', '/bin', sys.base_prefix]

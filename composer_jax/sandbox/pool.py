@@ -85,9 +85,9 @@ class Session:
       source: defines the function.
       entry: its name.
       inputs: JSON list of arguments for each call.
-      cpu_seconds: for all the calls together.
-      wall_seconds: for all the calls together.
-      output_bytes: kept of the output.
+      cpu_seconds: time of all the calls together.
+      wall_seconds: time of all the calls together.
+      output_bytes: bytes kept of the output.
     """
     body = {'op': 'call', 'source': source, 'entry': entry}
     return await self._request(
@@ -162,7 +162,7 @@ class Session:
 
 
 class Pool:
-  """At most `size` sandboxes, kept warm between sessions.
+  """A number of sandboxes, at most `size`, kept warm between sessions.
 
   A session that never runs anything costs nothing, so there may be many more
   of them than sandboxes; one that needs a sandbox waits for a free one.

@@ -77,7 +77,7 @@ async def run(
     tests: path -> text; these win over files of the same path.
     modules: names of those that hold tests.
     files: what is tested.
-    limits: for the whole suite.
+    limits: bounds of the whole suite.
     wanted: ids of the tests to run; None for all.
 
   Raises:

@@ -156,7 +156,7 @@ def main(tests, submission, modules, wanted, canaries, nonce, seed):
     wanted: ids of the tests to run; None for all.
     canaries: ids (module.group.method) of tests that have to fail.
     nonce: first field of every line.
-    seed: of the places of the canaries.
+    seed: seed of the places of the canaries.
   """
   report = _Report(nonce, os.dup(1))
   null = os.open(os.devnull, os.O_RDWR)

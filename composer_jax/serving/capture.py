@@ -58,8 +58,8 @@ class Admission(NamedTuple):
   """A call before it is answered.
 
   Attributes:
-    number: of the first choice; one more for every other one.
-    choices: sampled for the same prompt.
+    number: number of the first choice; one more for every other one.
+    choices: replies sampled for the same prompt.
     identity: equal in retries.
     body: digest of the request.
     request: its JSON.

@@ -1,4 +1,4 @@
-"""From sampled ids to what a client is shown of them."""
+"""What a client is shown of sampled ids."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def choice(
   Args:
     ask: the request.
     chat: reads the ids.
-    window: of the choice.
+    window: window of the choice.
     at: where sampling began.
-    name: of the choice; ids of tool calls begin with it.
+    name: name of the choice; ids of tool calls begin with it.
 
   Returns:
     (its JSON, the window up to the token that completed a stop string, key of

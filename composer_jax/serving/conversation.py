@@ -24,8 +24,8 @@ class Sampling:
 
   Attributes:
     temperature: 0 for the most likely token.
-    seed: u32, of the first reply.
-    max_tokens: of a reply.
+    seed: u32 seed of the first reply.
+    max_tokens: longest reply.
   """
 
   temperature: float = 1.0
@@ -43,10 +43,10 @@ def sample(
   """Samples one reply; leaving by an exception gives its slot back.
 
   Args:
-    engine: that answers.
-    context: to go on from.
+    engine: engine that answers.
+    context: window to go on from.
     stop: ids that end the reply.
-    sampling: see `Sampling`.
+    sampling: how the reply is drawn.
     shown: called with all ids so far, whenever there are more.
 
   Returns:
@@ -89,7 +89,7 @@ class Conversation:
   """Messages, and the exact ids of all that was said.
 
   Attributes:
-    messages: so far.
+    messages: messages so far.
     window: what the last reply has left behind.
   """
 
@@ -107,8 +107,8 @@ class Conversation:
     Nothing changes if it does not come.
 
     Args:
-      text: of the message.
-      sampling: of the reply.
+      text: text of the message.
+      sampling: how the reply is drawn.
       shown: called with more of its content.
 
     Returns:

@@ -47,7 +47,7 @@ def app(
   Args:
     service: answers.
     admin_key: opens rollouts; None: nobody can over HTTP.
-    modes: of rollouts that it may open.
+    modes: modes of rollouts that it may open.
   """
   endpoint = _Endpoint(service, admin_key, modes)
   chat = functools.partial(endpoint.complete, chat=True)

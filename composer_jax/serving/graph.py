@@ -34,7 +34,7 @@ class Call:
     prompt_tokens: index in the window of the first token it sampled.
     key: `message_keys` of the conversation with its reply; None if a client
       that sends the reply back does not mean these tokens.
-    digests: of the weight versions in `rows`.
+    digests: digests of the weight versions in `rows`.
   """
 
   number: int

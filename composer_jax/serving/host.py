@@ -25,7 +25,7 @@ class Settings:
   """How a host serves.
 
   Attributes:
-    url: of the weight store.
+    url: URL of the weight store.
     capture: directory of the record of all calls.
     clock: seconds since 1970, for clients.
     host: address to listen on.
@@ -33,11 +33,11 @@ class Settings:
     slots: calls that are sampled together.
     max_waiting: calls that may wait for a slot; more are told to come again.
     context_tokens: longest window; None for what the model was made for.
-    swap: see `RolloutConfig`.
-    name: of the model, for clients; None for its own.
+    swap: what new weights do to a running turn (`RolloutConfig`).
+    name: name of the model, for clients; None for its own.
     admin_key: opens rollouts over HTTP; None: nobody can.
-    modes: of rollouts that may be opened over HTTP.
-    drain_seconds: for running calls to end, once the host is to stop.
+    modes: modes of rollouts that may be opened over HTTP.
+    drain_seconds: time that running calls have, once the host is to stop.
   """
 
   url: str
@@ -77,7 +77,7 @@ class Host:
 
     Args:
       settings: what to serve, and where.
-      devices: of the engine.
+      devices: devices of the engine.
       feed: makes the source of weights from the store's URL.
     """
     self._settings = settings

@@ -27,7 +27,7 @@ class Metrics:
     """Registers everything, in a registry of its own.
 
     Args:
-      engine: whose totals are shown.
+      engine: engine whose totals are shown.
       calls: how many are sampled or waiting.
     """
     self._engine = engine

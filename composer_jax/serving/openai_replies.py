@@ -74,9 +74,9 @@ def chunk(
   """One event of a stream.
 
   Args:
-    reply: with id, object, created and model.
-    index: of the choice.
-    delta: of a chat's message, or with the `text` of a completion.
+    reply: head of every event: id, object, created and model.
+    index: number of the choice.
+    delta: part of a chat's message, or the `text` of a completion.
     **end: what a choice's last event holds.
   """
   head = {k: reply[k] for k in ('id', 'object', 'created', 'model')}

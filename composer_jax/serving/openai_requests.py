@@ -79,9 +79,9 @@ class Ask:
   """A valid request.
 
   Attributes:
-    messages: of a chat, contents as text; None for a plain completion.
-    tools: on offer.
-    prompt: of a plain completion: text, or token ids.
+    messages: messages of a chat, contents as text; None for a completion.
+    tools: tools on offer.
+    prompt: prompt of a plain completion: text, or token ids.
     max_tokens: None for as many as fit.
     stop: strings that end a reply and do not belong to it.
   """

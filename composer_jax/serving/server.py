@@ -46,7 +46,7 @@ class Server:
   """Serves an app between `start` and `stop`.
 
   Attributes:
-    loop: of the app.
+    loop: event loop of the app.
     url: where it is reached.
   """
 
@@ -54,7 +54,7 @@ class Server:
     """Starts the loop, but nothing listens yet.
 
     Args:
-      taken: see `bind`.
+      taken: socket from `bind`.
     """
     self._socket = taken
     host, port = taken.getsockname()[:2]

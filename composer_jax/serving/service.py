@@ -43,7 +43,7 @@ class Service:
     chat: the model's chat format.
     model: name of what is served.
     max_model_len: tokens of the longest window, prompt and reply.
-    metrics: for monitoring.
+    metrics: figures for monitoring.
     ready: whether calls are admitted: not while programs compile, nor once the
       server drains.
   """
@@ -63,7 +63,7 @@ class Service:
 
     Args:
       engine: samples.
-      chat: of its model.
+      chat: chat format of its model.
       capture: where calls are kept.
       model: name that requests give.
       max_model_len: `RolloutConfig.context_tokens` of the engine.
@@ -91,7 +91,7 @@ class Service:
 
     Args:
       rollout: its id; never used before.
-      seed: of the random numbers of its calls.
+      seed: seed of the random numbers of its calls.
       mode: 'train' or 'serve'.
       secret: its key; None for a fresh one.
 
@@ -183,7 +183,7 @@ class Service:
     """Starts a call, or joins the one that it repeats; `release` it later.
 
     Args:
-      session: of the call.
+      session: rollout of the call.
       ask: the request.
       request: its bytes.
       retry: whether it may repeat an earlier one.
@@ -359,7 +359,7 @@ class Service:
 
 
 def _digest(*parts: bytes | str) -> bytes:
-  """Of parts that hold no NUL, but for the last."""
+  """Digest of parts that hold no NUL, but for the last."""
   encoded = [p.encode() if isinstance(p, str) else p for p in parts]
   return hashlib.sha256(b'\0'.join(encoded)).digest()
 

@@ -20,7 +20,7 @@ _SERVED_CALLS = 1024
 
 
 class ChatFormat(Protocol):
-  """Between conversations and token ids; see `chat.template`."""
+  """Translates between conversations and token ids; see `chat.template`."""
 
   stop_ids: frozenset[int]
 
@@ -84,9 +84,9 @@ class Session:
   """What is known of a rollout.
 
   Attributes:
-    id: of the rollout.
+    id: id of the rollout.
     mode: 'train' or 'serve'.
-    seed: of its calls.
+    seed: seed of its calls.
     closed: admits no call.
     finish: what the client said at the end, as JSON.
     finished: set when it has.
@@ -94,8 +94,8 @@ class Session:
     pending: numbers of calls that are admitted, but neither answered nor
       cancelled; those that nobody works on are lost.
     next: number of the next call.
-    works: being worked on, by what a retry of them repeats.
-    tasks: of all that is being worked on.
+    works: calls being worked on, by what a retry of them repeats.
+    tasks: tasks of all that is being worked on.
   """
 
   def __init__(

@@ -251,7 +251,7 @@ def root(
 
   Args:
     named: arrays by name.
-    tile_elements: of the store's config; the digest depends on it.
+    tile_elements: tile size of the store's config; the digest depends on it.
   """
   table = layout.Table.of(named, tile_elements)
   return table.root(digests(named, table))

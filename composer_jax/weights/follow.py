@@ -47,7 +47,7 @@ class Follower:
     """Opens a store to read.
 
     Args:
-      url: of the store's prefix.
+      url: prefix of the store.
       boxes: the part of every array that this host has (`layout.hull`); only
         its tiles are fetched. By default all of all arrays.
       host: a name under which the store keeps what this host is at, for as

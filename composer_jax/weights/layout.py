@@ -228,9 +228,9 @@ def hull(indices: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Box:
   """The smallest box around some shards of an array.
 
   Args:
-    indices: such as the values of a jax sharding's
+    indices: parts of the array, such as the values of a jax sharding's
       `addressable_devices_indices_map(shape)`.
-    shape: of the whole array.
+    shape: shape of the whole array.
   """
   shards = [
       [s.indices(dim) for s, dim in zip(index, shape, strict=True)]

@@ -120,7 +120,7 @@ def copied(old: np.ndarray, out: np.ndarray | None) -> np.ndarray:
 def merge(
     old: np.ndarray, streams: reference.Streams, out: np.ndarray | None = None
 ) -> np.ndarray:
-  """See `reference.merge`; the new words go to `out` or a fresh array."""
+  """Does what `reference.merge` does; the new words go to `out` if given."""
   out = copied(old, out)
   if streams.signs.size * 8 < streams.changed or not _merge(out, *streams):
     raise ValueError('delta payload: streams disagree; damaged')

@@ -44,12 +44,12 @@ class Published:
     version: its number is the optimizer step, or larger after a restart from
       a checkpoint older than the last published version.
     bytes: all of the delta with its index; of the base if there is no delta.
-    base_bytes: of the base, 0 if this version has none.
-    skip_bytes: of the delta over several versions, 0 if there is none.
-    full_bytes: of the arrays themselves.
+    base_bytes: bytes of the base, 0 if this version has none.
+    skip_bytes: bytes of the delta over several versions, 0 if there is none.
+    full_bytes: bytes of the arrays themselves.
     elements: values in the arrays.
     changed: values that differ from the parent version.
-    seconds: from the first comparison to the swap of LATEST.
+    seconds: time from the first comparison to the swap of LATEST.
   """
 
   version: trace.WeightVersion
@@ -81,8 +81,8 @@ class Writers:
 
   Attributes:
     index: which of them this one is; 0 moves LATEST.
-    boxes: of each process, what it has of every array (`layout.hull`).
-    arrays: by name, anything with the shape and dtype of the whole array.
+    boxes: what each process has of every array (`layout.hull`).
+    arrays: name -> anything with the shape and dtype of the whole array.
     patience_seconds: how long to wait for each other.
   """
 
@@ -107,7 +107,7 @@ class Publisher:
     """Opens the store and checks that it can arbitrate between writers.
 
     Args:
-      url: of the store's prefix.
+      url: prefix of the store.
       cfg: tile size, spacing of bases and skips, when deltas are given up.
       incarnation: names this run of the trainer, the same in all processes.
       writers: the processes of this trainer, if there are several; `named`
@@ -295,7 +295,7 @@ class Publisher:
     return views[self._me], layout.owners(views)
 
   def _settle(self) -> None:
-    """After a publish of unknown end: finds out whether it won after all.
+    """Finds out, after a publish of unknown end, whether it won after all.
 
     If so the snapshot is behind, and the next version has to be a base.
     """

@@ -252,8 +252,8 @@ def unpack(payload: bytes, words: int) -> buckets.Changes:
   """Inverse of `pack`.
 
   Args:
-    payload: from `pack`.
-    words: of the tile.
+    payload: bytes from `pack`.
+    words: words of the tile.
 
   Raises:
     ValueError: damaged payload.

@@ -44,7 +44,7 @@ class Rounds:
     """The records of all writers, in their order.
 
     Args:
-      name: of the meeting, once per call.
+      name: name of the meeting, once per call.
       record: JSON value of this writer.
 
     Raises:

@@ -30,7 +30,7 @@ def collect(
   """Removes what the collection before has condemned, if still unneeded.
 
   Args:
-    store: whose only publisher calls this.
+    store: store whose only publisher calls this.
     latest: its newest version.
     keep_bases: how many versions with a base stay, the newest ones.
 

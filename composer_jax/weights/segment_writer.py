@@ -22,8 +22,8 @@ def write(
   """Encodes tiles on threads and writes them as segments and an index.
 
   Args:
-    store: where to.
-    prefix: of the new keys.
+    store: store to write to.
+    prefix: prefix of the new keys.
     tiles: numbers of the tiles, increasing.
     encode: called with 0..len(tiles) - 1, a few at a time.
 

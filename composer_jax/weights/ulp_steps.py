@@ -53,8 +53,8 @@ def compose(parts: Sequence[UlpSteps], words: int) -> UlpSteps:
   """The steps that have the effect of all, one after the other.
 
   Args:
-    parts: of successive versions of a tile.
-    words: of the tile.
+    parts: steps of successive versions of a tile.
+    words: words of the tile.
   """
   total = np.zeros(words, np.uint16)
   for part in parts:

@@ -143,7 +143,7 @@ class _Bench:
     return [result, paired.Figure(name, rate, 'tokens/s')]
 
   def first_token(self, lengths: Sequence[int]) -> Report:
-    """From submitting one prompt to its first token."""
+    """Milliseconds from submitting one prompt to its first token."""
     out = []
     with self._engine(_sizes(1, max(lengths) + 1, 1)) as engine:
       for tokens in lengths:

@@ -22,8 +22,8 @@ class Figure:
 
   Attributes:
     name: what it is of.
-    value: in `unit`.
-    unit: such as 'x' for ratios.
+    value: number of `unit`.
+    unit: unit such as 'x' for ratios.
     least: smallest value that we promise, or None.
     most: largest value that we promise, or None.
   """
@@ -54,7 +54,7 @@ class Result:
 
   Attributes:
     name: what was done.
-    unit: of the rates.
+    unit: unit of the rates.
     ours: one rate per round.
     peer: rate of the round next to it; empty if no peer is installed.
     peer_name: which peer, the fastest of the candidates.
@@ -95,8 +95,8 @@ def fastest(
   """The fastest of candidates, by one round after one to warm up.
 
   Args:
-    rounds: by name.
-    clock: in seconds.
+    rounds: rounds by name.
+    clock: tells seconds.
 
   Returns:
     Its name; '' if there is none.
@@ -124,14 +124,14 @@ def measure(
   """Times `ours` against the fastest of `peers`.
 
   Args:
-    name: of the measurement.
+    name: name of the measurement.
     ours: one round.
     peers: candidates by name; may be empty.
     work: units done in one round, the same for both sides.
-    unit: such as 'tokens/s'.
+    unit: unit such as 'tokens/s'.
     pairs: rounds that count; one more of each side warms up.
-    target: see `Result`.
-    clock: in seconds.
+    target: smallest ratio that we promise (`Result`).
+    clock: tells seconds.
   """
 
   def rate(run: Round) -> float:

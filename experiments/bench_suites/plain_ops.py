@@ -16,7 +16,7 @@ from kernels_triton import rows
 
 
 def _wide(x: jax.Array) -> jax.Array:
-  """At least f32; f64 stays, so that these also serve as references."""
+  """Widens to f32; f64 stays, so that these also serve as references."""
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

@@ -102,9 +102,9 @@ def measure(
   """Tokens per second of a round of `steps` updates on the same tokens.
 
   Args:
-    pairs: see `paired.measure`.
+    pairs: rounds that count (`paired.measure`).
     cfg: the model.
-    rows: of the batch.
+    rows: rows of the batch.
     tokens_per_row: all of one document.
     steps: updates in a round.
     devices: sizes of a mesh for us to choose from.
