@@ -33,7 +33,7 @@ _REPEATS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Of one layer; the default is that of a 30B-parameter model, 3B active."""
+  """Sizes of one layer; by default of a 30B-parameter model, 3B active."""
 
   model: config.ModelConfig = config.ModelConfig(
       vocab=151_936,

@@ -31,7 +31,7 @@ def _round(f: Callable, *args) -> paired.Round:
 
 
 def _works(run: paired.Round) -> bool:
-  """Not every peer knows every shape, type and device."""
+  """Says whether the peer can do this shape and type on this device."""
   try:
     run()
   except (ValueError, TypeError, RuntimeError):
