@@ -1,6 +1,7 @@
 """Projections around the attention kernel: norm, q/k/v, rotary positions."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,18 +45,27 @@ def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def _block(cfg, weights, x, angles):
-  norm, w, bias, scales = weights
+class _Grouped(NamedTuple):
+  """What a row block of grouped-query attention multiplies by."""
+
+  norm: jax.Array  # [D]
+  qkv: jax.Array  # [D (N+2*M)*H]
+  bias: jax.Array | None  # [(N+2*M)*H]
+  q_norm: jax.Array | None  # [H]
+  k_norm: jax.Array | None  # [H]
+
+
+def _block(cfg, w, x, angles):
   h = cfg.head_dim
   n, m = sharding.heads(cfg.q_heads), sharding.heads(cfg.kv_heads)
-  x = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
-  x, scales = sharding.fan_out((x, scales))
-  qkv = matmul.matmul(x, w, dtype=cfg.dtype, implementation=cfg.kernels)
+  x = rmsnorm.rms_norm(x, w.norm, cfg.norm_eps, implementation=cfg.kernels)
+  x, q_norm, k_norm = sharding.fan_out((x, w.q_norm, w.k_norm))
+  qkv = matmul.matmul(x, w.qkv, dtype=cfg.dtype, implementation=cfg.kernels)
   if cfg.qkv_bias:
-    qkv = qkv + bias[None, :]
+    qkv = qkv + w.bias[None, :]
   q, k, v = jnp.split(qkv.reshape(-1, n + 2 * m, h), [n, n + m], axis=1)
   if cfg.qk_norm:
-    q, k = (_norm(x, w, cfg) for x, w in zip((q, k), scales, strict=True))
+    q, k = _norm(q, q_norm, cfg), _norm(k, k_norm, cfg)
   q, k = _rotate(q, angles) * h**-0.5, _rotate(k, angles)
   return tuple(t.astype(cfg.dtype) for t in (q, k, v))
 
@@ -67,22 +77,33 @@ def _norm(x, scale, cfg):
   return out.reshape(x.shape)
 
 
-def _latent_block(cfg, weights, x, angles):
-  norm, q_down, q_norm, w_q, k_up, kv_down, kv_norm = weights
+class _Latent(NamedTuple):
+  """What a row block of latent attention multiplies by."""
+
+  norm: jax.Array  # [D]
+  q_down: jax.Array | None  # [D Q]
+  q_norm: jax.Array | None  # [Q]
+  q_up: jax.Array  # [Q N*(H+R)]; from D where queries have no latent
+  k_up: jax.Array  # [N H C]
+  kv_down: jax.Array  # [D C+R]
+  kv_norm: jax.Array  # [C]
+
+
+def _latent_block(cfg, w, x, angles):
   multiply, by_head = (
       functools.partial(f, dtype=cfg.dtype, implementation=cfg.kernels)
       for f in (matmul.matmul, matmul.heads)
   )
   norms = functools.partial(rmsnorm.rms_norm, implementation=cfg.kernels)
-  x = norms(x, norm, cfg.norm_eps)
-  latent, k = jnp.split(multiply(x, kv_down), [cfg.kv_latent], axis=1)
-  latent = norms(latent, kv_norm, _LATENT_EPS)
+  x = norms(x, w.norm, cfg.norm_eps)
+  latent, k = jnp.split(multiply(x, w.kv_down), [cfg.kv_latent], axis=1)
+  latent = norms(latent, w.kv_norm, _LATENT_EPS)
   if cfg.q_latent:
-    x = norms(multiply(x, q_down), q_norm, _LATENT_EPS)
-  q = multiply(sharding.fan_out(x), w_q)
+    x = norms(multiply(x, w.q_down), w.q_norm, _LATENT_EPS)
+  q = multiply(sharding.fan_out(x), w.q_up)
   q = q.reshape(-1, sharding.heads(cfg.q_heads), cfg.head_dim + cfg.rope_dim)
   q, turned = jnp.split(q, [cfg.head_dim], axis=2)
-  q = by_head(q, k_up)
+  q = by_head(q, w.k_up)
   q = jnp.concatenate([q, _rotate(turned, angles)], axis=2)
   k = jnp.concatenate([latent[:, None], _rotate(k[:, None], angles)], axis=2)
   k = sharding.fan_out(k)
@@ -104,15 +125,15 @@ def _project_latent(x, weights, angles, cfg):
   dot products than those of expanded keys.
   """
   wide = lambda w: None if w is None else w.astype(jnp.float32)
-  w_q = weights.wq if weights.q_up is None else weights.q_up
-  small = (
-      weights.norm,
-      wide(weights.q_down),
-      weights.q_latent_norm,
-      wide(w_q.reshape(w_q.shape[0], -1)),
-      wide(weights.kv_up[..., : cfg.head_dim].transpose(1, 2, 0)),
-      wide(weights.kv_down),
-      weights.kv_latent_norm,
+  q_up = weights.wq if weights.q_up is None else weights.q_up
+  small = _Latent(
+      norm=weights.norm,
+      q_down=wide(weights.q_down),
+      q_norm=weights.q_latent_norm,
+      q_up=wide(q_up.reshape(len(q_up), -1)),
+      k_up=wide(weights.kv_up[..., : cfg.head_dim].transpose(1, 2, 0)),
+      kv_down=wide(weights.kv_down),
+      kv_norm=weights.kv_latent_norm,
   )
   block = rows.rowwise(functools.partial(_latent_block, cfg), cfg.kernels)
   q, k = block(small, x, angles)
@@ -143,11 +164,17 @@ def project(
   flat = [
       w.reshape(w.shape[0], -1) for w in (weights.wq, weights.wk, weights.wv)
   ]
-  w = jnp.concatenate(flat, axis=1).astype(jnp.float32)
+  qkv = jnp.concatenate(flat, axis=1).astype(jnp.float32)
   bias = None
   if cfg.qkv_bias:
     parts = [b.reshape(-1) for b in (weights.bq, weights.bk, weights.bv)]
     bias = jnp.concatenate(parts).astype(jnp.float32)
-  scales = weights.q_norm, weights.k_norm
+  small = _Grouped(
+      norm=weights.norm,
+      qkv=qkv,
+      bias=bias,
+      q_norm=weights.q_norm,
+      k_norm=weights.k_norm,
+  )
   block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
-  return block((weights.norm, w, bias, scales), x, angles)
+  return block(small, x, angles)

@@ -64,37 +64,49 @@ def route(
   return gates, Routing(experts, live, logits)
 
 
-def _shared(normed, w_in, w_out, w_gate, cfg):
+class _Weights(NamedTuple):
+  """What a row block multiplies by: all of a layer's half but the experts."""
+
+  v_up: jax.Array | None  # [N C V]
+  wo: jax.Array  # [N*V D]
+  norm: jax.Array  # [D]
+  router: jax.Array | None  # [D E]
+  bias: jax.Array | None  # [E]
+  shared_in: jax.Array | None  # [D 2*F]
+  shared_out: jax.Array | None  # [F D]
+  shared_gate: jax.Array | None  # [D 1]
+
+
+def _shared(normed, w, cfg):
   multiply = functools.partial(
       matmul.matmul, dtype=cfg.dtype, implementation=cfg.kernels
   )
-  up = multiply(sharding.fan_out(normed), w_in)
+  up = multiply(sharding.fan_out(normed), w.shared_in)
   gate, value = jnp.split(up, 2, axis=-1)
-  out = sharding.fan_in(multiply(jax.nn.silu(gate) * value, w_out))
+  out = sharding.fan_in(multiply(jax.nn.silu(gate) * value, w.shared_out))
   if cfg.shared_gate:
-    out = jax.nn.sigmoid(multiply(normed, w_gate)) * out
+    out = jax.nn.sigmoid(multiply(normed, w.shared_gate)) * out
   return out
 
 
-def _block(cfg, weights, x, attended, recorded=None):
-  v_up, wo, norm, w_router, bias, shared_in, shared_out, shared_gate = weights
+def _block(cfg, w, x, attended, recorded=None):
   if cfg.kv_latent:
     attended = matmul.heads(
-        attended.reshape(-1, len(v_up), cfg.kv_latent),
-        v_up,
+        attended.reshape(-1, len(w.v_up), cfg.kv_latent),
+        w.v_up,
         dtype=cfg.dtype,
         implementation=cfg.kernels,
-    ).reshape(-1, len(wo))
+    ).reshape(-1, len(w.wo))
   attended = matmul.matmul(
-      attended, wo, dtype=cfg.dtype, implementation=cfg.kernels
+      attended, w.wo, dtype=cfg.dtype, implementation=cfg.kernels
   )
   x = x.astype(jnp.float32) + sharding.fan_in(attended)
-  normed = rmsnorm.rms_norm(x, norm, cfg.norm_eps, implementation=cfg.kernels)
+  normed = rmsnorm.rms_norm(x, w.norm, cfg.norm_eps, implementation=cfg.kernels)
   if cfg.shared_experts:
-    x = x + _shared(normed, shared_in, shared_out, shared_gate, cfg)
+    x = x + _shared(normed, w, cfg)
   if not cfg.experts:
     return x
-  gates, routing = route(normed, w_router, bias, recorded, cfg)
+  gates, routing = route(normed, w.router, w.bias, recorded, cfg)
   return x, normed.astype(cfg.dtype), gates, routing
 
 
@@ -122,11 +134,15 @@ def _experts(normed, gates, experts, weights, cfg):
     return sharding.fan_in(y)
   first = lax.axis_index(sharding.EXPERT) * len(weights.w_in)
 
+  # Weights stay, rows travel. `passed_on` turns the ring by one place: after as
+  # many visits as devices each row has met every expert, and is home.
   # What a visit computes is computed again in the backward pass: kept, the
   # room for the most uneven load would add up over the devices.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def visit(carried, _):
     normed, gates, experts, terms = carried
+    # Choices of other devices' experts are out of range here and add zeros, so
+    # only one of all visits changes a term.
     terms = terms + grouped.expert_choices(
         normed.astype(jnp.float32),
         gates,
@@ -140,6 +156,8 @@ def _experts(normed, gates, experts, weights, cfg):
   terms = jnp.zeros((*experts.shape, normed.shape[-1]), jnp.float32)
   carried = normed, gates, experts, terms
   (*_, terms), _ = lax.scan(visit, carried, length=devices)
+  # Only now, at home: a sum of each device's own choices would be rounded by
+  # where the experts lie.
   y = terms[:, 0]
   for k in range(1, cfg.top_k):
     y = y + terms[:, k]
@@ -176,15 +194,15 @@ def layer(
   v_up = attention.kv_up
   if v_up is not None:
     v_up = v_up[..., cfg.head_dim :].transpose(1, 0, 2)
-  small = (
-      wide(v_up),
-      wide(attention.wo.reshape(-1, d)),
-      weights.norm,
-      weights.router,
-      wide(weights.bias),
-      wide(shared_in),
-      wide(weights.shared_out),
-      wide(weights.shared_gate),
+  small = _Weights(
+      v_up=wide(v_up),
+      wo=wide(attention.wo.reshape(-1, d)),
+      norm=weights.norm,
+      router=weights.router,
+      bias=wide(weights.bias),
+      shared_in=wide(shared_in),
+      shared_out=wide(weights.shared_out),
+      shared_gate=wide(weights.shared_gate),
   )
   block = rows.rowwise(functools.partial(_block, cfg), cfg.kernels)
   name = ad_checkpoint.checkpoint_name
