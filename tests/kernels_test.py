@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.weights import ulp_steps
 from kernels_triton import attention
 from kernels_triton import contract
-from kernels_triton import delta
 from kernels_triton import grouped
 from kernels_triton import logprob
 from kernels_triton import rmsnorm
 from kernels_triton import router
 from kernels_triton import rows
-from tests import delta_cases
 
 _RNG = np.random.default_rng(0)
 
@@ -275,27 +272,6 @@ class LogprobTest(parameterized.TestCase):
     )
     held = program.compile().memory_analysis().temp_size_in_bytes
     self.assertLess(held, n * v * 4 * 0.6)
-
-
-class DeltaTest(parameterized.TestCase):
-
-  @parameterized.parameters((1, 1), (delta.TILE, 9), (2 * delta.TILE + 5, 3000))
-  def test_steps_are_those_of_the_weight_store(self, n, changed):
-    old, new = delta_cases.words(n, changed)
-    want = ulp_steps.between(old, new)
-    old, new = jnp.asarray(old), jnp.asarray(new)
-    counts = delta.count(old, new)
-    self.assertEqual(int(counts.sum()), want.where.size)
-    got = delta.compact(old, new, counts, room=want.where.size + 2)
-    np.testing.assert_array_equal(got.where, [*want.where, n, n])
-    np.testing.assert_array_equal(got.step, [*want.step, 0, 0])
-    np.testing.assert_array_equal(delta.apply(old, got), new)
-    self.assertFalse(delta.count(new, new).any())
-
-  def test_other_words_are_refused(self):
-    floats = jnp.zeros(4, jnp.bfloat16)
-    with self.assertRaisesRegex(ValueError, 'bitcast'):
-      delta.count(floats, floats)
 
 
 class RowsTest(parameterized.TestCase):

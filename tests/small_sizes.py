@@ -20,6 +20,5 @@ SIZES = gpu_checks.Sizes(
     row=64,
     sequences=2,
     context=64,
-    words=5000,
     checked=32,
 )

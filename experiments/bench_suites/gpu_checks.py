@@ -51,7 +51,6 @@ class Sizes:
   row: int = 4096  # of them in one row
   sequences: int = 64  # decoded together
   context: int = 32_768  # of each
-  words: int = 1 << 30  # of a weight delta
   checked: int = 512  # tokens of a row in the checks of bits and errors
 
 

@@ -17,7 +17,6 @@ from experiments.bench_suites import paired
 from experiments.bench_suites import plain_ops
 from kernels_triton import attention
 from kernels_triton import contract
-from kernels_triton import delta
 from kernels_triton import grouped
 from kernels_triton import logprob
 
@@ -196,28 +195,6 @@ def _time_log_probs(sizes, pairs, implementation):
   )
 
 
-def _time_delta(sizes, pairs, implementation):
-  old = jax.random.bits(jax.random.key(0), (sizes.words,), jnp.uint16)
-  new = old.at[::100].add(1)
-  room = sizes.words // 100 + 1
-
-  def encode(old, new):
-    counts = delta.count(old, new, implementation=implementation)
-    return delta.compact(
-        old, new, counts, room=room, implementation=implementation
-    )
-
-  return _timed(
-      f'delta of {sizes.words} words, 1% changed',
-      _round(encode, old, new),
-      {},
-      work=2 * (old.nbytes + new.nbytes),  # each is read twice
-      peak=_BYTES_PER_SECOND,
-      unit='TB/s',
-      pairs=pairs,
-  )
-
-
 def times(
     sizes: gpu_checks.Sizes, *, pairs: int, implementation: str | None = None
 ) -> list[paired.Result | paired.Figure]:
@@ -227,6 +204,5 @@ def times(
       _time_decode,
       _time_experts,
       _time_log_probs,
-      _time_delta,
   )
   return [r for part in parts for r in part(sizes, pairs, implementation)]

@@ -65,7 +65,7 @@ class KernelSuiteTest(absltest.TestCase):
     self.assertLen(found, 2 * len(results))
     for r in results:
       self.assertGreater(min(r.ours), 0)
-      self.assertEqual(bool(r.peer), 'delta' not in r.name)
+      self.assertGreater(min(r.peer), 0)
 
 
 if __name__ == '__main__':
