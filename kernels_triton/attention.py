@@ -68,8 +68,12 @@ def _tile(
     (out [B M R V], max [B M R 1], sum [B M R 1]), f32.
   """
   size = contract.KEY_BLOCK
+  # The barriers, here and below, keep the products apart from what surrounds
+  # them: fused with it, their code would depend on the caller, and so the bits.
   q = lax.optimization_barrier(q)
 
+  # First all scores and their maximum, which is exact in any order; a wholly
+  # masked block leaves it alone, visited or not.
   def score(j, carry):
     scores, peak = carry
     start = j * size
@@ -82,6 +86,10 @@ def _tile(
   peak = jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32)
   scores, peak = lax.fori_loop(0, blocks, score, (scores, peak))
 
+  # Then the sums, block after block in ascending order. The maximum is final:
+  # nothing is rescaled, and a masked key adds exp(_MASKED - peak), which is 0.
+  # The ones next to v make the denominator a column of the same product, so it
+  # is summed in the same order.
   def accumulate(j, out):
     start = j * size
     e = jnp.exp(_block(scores, start, size, 3) - peak)

@@ -29,18 +29,32 @@ class _Plan(NamedTuple):
 
 
 def _plan(experts: jax.Array, count: int, size: int) -> _Plan:
-  """Groups by expert, each expert padded to a multiple of `size` rows."""
+  """Groups by expert, each expert padded to a multiple of `size` rows.
+
+  Every assignment a that is present has a row of its own, sources[slots[a]] ==
+  a. So the gather by `slots` is the gradient of the one by `sources`, and the
+  other way around.
+  """
   total = experts.size
   flat = experts.reshape(-1)
+  # The rank of an assignment is how many earlier ones its expert has: the order
+  # of a stable sort, without one.
   ids = jnp.arange(count, dtype=jnp.int32)[None, :]
   hits = (flat[:, None] == ids).astype(jnp.int32)
   rank = jnp.sum((jnp.cumsum(hits, axis=0) - hits) * hits, axis=1)
+  # Experts follow each other in whole tiles. Their number depends on the load,
+  # the room for them must not: an expert has at most one tile that is not full,
+  # and no tile is without an assignment.
   tiles = -(-jnp.sum(hits, axis=0) // size)
   ends = jnp.cumsum(tiles)
   most = min(total // size + count, total)
+  # Absent choices go just past the end, where the scatter drops them and a
+  # gather finds zero. Below 0 they would count from the end.
   absent = (flat < 0) | (flat >= count)
   starts = (ends - tiles)[jnp.clip(flat, 0, count - 1)] * size
   slots = jnp.where(absent, most * size, starts + rank)
+  # A tile's expert is the first one that ends behind it. Tiles that are left
+  # over come last, with the last expert's id and no assignment.
   numbers = jnp.arange(most, dtype=jnp.int32)[:, None]
   owners = jnp.sum((ends[None, :] <= numbers).astype(jnp.int32), axis=1)
   sources = jnp.full((most * size,), total, jnp.int32)

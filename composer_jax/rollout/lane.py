@@ -147,21 +147,25 @@ class Lane:
     Returns:
       How many, counted from the first.
     """
+    # The last token is not prefilled: it is the input of the first decode step.
+    # The group shares the full pages of the rest; what follows them is each
+    # request's own, with room for its first block of decode steps.
     pool, slots = self._cache.pool, []
     context = group[0][0].context
     stop = len(context) - 1
     shared = stop // _SIZE
     prefix = self._find(context, shared)
+    # Before anything is taken: `take` gives away pages that nobody holds.
     pool.hold(prefix)
     known, missing = len(prefix), shared - len(prefix)
     for request, future in group[: self.table.free]:
       first = min(stop + self._steps, self.table.limit_of(request) - 1)
       own = cache_lib.count(first) - shared
       if pool.available < missing + own:
-        break
-      if slots:
+        break  # and none behind it goes first
+      if slots:  # every slot holds what it reads, once
         pool.hold(prefix)
-      else:
+      else:  # the first also takes the shared pages that were not found
         prefix, missing = prefix + pool.take(missing), 0
       slot = self.table.admit(request, future, version)
       self._cache.start(slot)
