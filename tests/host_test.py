@@ -18,6 +18,7 @@ from composer_jax.runs import stored_model
 from composer_jax.serving import gateway
 from composer_jax.serving import host as host_lib
 from composer_jax.serving import server
+from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 
@@ -60,6 +61,37 @@ class StoredModelTest(parameterized.TestCase):
     (weights / stored_model.MODEL).unlink()
     with self.assertRaisesRegex(ValueError, 'model.json: missing.*one step'):
       stored_model.read(self.store.url)
+
+  def test_every_flipped_bit_is_found(self):
+    path = self.folder / 'weights' / stored_model.MODEL
+    data = path.read_bytes()
+    for at in range(8 * len(data)):
+      flipped = bytearray(data)
+      flipped[at // 8] ^= 1 << at % 8
+      self.assertFalse(flipped.endswith(b'}'), at)  # no bare object
+      with self.assertRaises(records.StoreError, msg=at):
+        records.opened(bytes(flipped), 'it', 'restore it')
+      if at % 8 == at // 8 % 8:  # of every byte one, all the way
+        path.write_bytes(flipped)
+        with self.assertRaisesRegex(ValueError, 'model.json: content.*copy'):
+          stored_model.read(self.store.url)
+    path.write_bytes(data)
+    self.assertEqual(stored_model.read(self.store.url), self.store.model)
+
+  def test_one_without_a_seal_is_read_and_sealed_by_its_run(self):
+    path = self.folder / 'weights' / stored_model.MODEL
+    data = path.read_bytes()
+    bare = data.rpartition(b'\n')[0]
+    path.write_bytes(bare)
+    self.assertEqual(stored_model.read(self.store.url), self.store.model)
+    path.write_bytes(bare.replace(b'"stop"', b'"stap"'))
+    with self.assertRaisesRegex(ValueError, 'model.json: damaged'):
+      stored_model.read(self.store.url)
+    with self.assertRaisesRegex(ValueError, 'another model'):
+      stored_model.write(self.store.url, self.store.model)
+    path.write_bytes(bare)
+    stored_model.write(self.store.url, self.store.model)
+    self.assertEqual(path.read_bytes(), data)
 
 
 class HostTest(absltest.TestCase):

@@ -18,6 +18,7 @@ from composer_jax import config
 from composer_jax import rope
 from composer_jax.chat import compact_renderer
 from composer_jax.chat import template as template_lib
+from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 MODEL = 'model.json'
@@ -69,6 +70,8 @@ def trained_here(cfg: config.Experiment, tokenizer: str) -> StoredModel:
 def write(url: str, stored: StoredModel) -> None:
   """Puts a model into a store, or finds it there.
 
+  One that an older version wrote, without a seal, gets it.
+
   Raises:
     ValueError: the store holds another one.
   """
@@ -80,9 +83,12 @@ def write(url: str, stored: StoredModel) -> None:
   record['tokenizer'] = hashlib.sha256(tokenizer).hexdigest()
   text = json.dumps(record, indent=2, sort_keys=True).encode()
   store = store_lib.Store(url)
-  for key, data in ((TOKENIZER, tokenizer), (MODEL, text)):
+  model = records.sealed(text)
+  for key, data, old in ((TOKENIZER, tokenizer, b''), (MODEL, model, text)):
     _, found, generation = store.read(key)
-    if found != data and (found or not store.swap(key, data, generation)):
+    if found == data:
+      continue
+    if found not in (b'', old) or not store.swap(key, data, generation):
       raise ValueError(
           f'{store.url}{key}: describes another model; publish to a store of'
           ' its own'
@@ -96,26 +102,39 @@ def read(url: str) -> StoredModel:
     ValueError: the store does not describe its model, or is damaged.
   """
   store = store_lib.Store(url)
-  record: dict[str, Any] = json.loads(_get(store, MODEL))
+  data = _get(store, MODEL)
+  if not data.endswith(b'}'):  # older versions wrote the bare object
+    data = _opened(store, data)
   tokenizer = _get(store, TOKENIZER)
-  if hashlib.sha256(tokenizer).hexdigest() != record['tokenizer']:
+  try:
+    record: dict[str, Any] = json.loads(data)
+    digest = record['tokenizer']
+    stored = StoredModel(
+        **record
+        | {
+            'model': _model(record['model']),
+            'tokenizer': tokenizer.decode(errors='replace'),
+            'stop': tuple(record['stop']),
+        }
+    )
+  except (AttributeError, KeyError, TypeError, ValueError) as e:
+    raise ValueError(
+        f'{store.url}{MODEL}: damaged, or written by another version of'
+        f' composer_jax: {e}'
+    ) from e
+  if hashlib.sha256(tokenizer).hexdigest() != digest:
     raise ValueError(
         f'{store.url}{TOKENIZER}: does not match its sha256 in {MODEL};'
         ' damaged, restore it from a copy'
     )
+  return stored
+
+
+def _opened(store: store_lib.Store, data: bytes) -> bytes:
   try:
-    return StoredModel(
-        **record
-        | {
-            'model': _model(record['model']),
-            'tokenizer': tokenizer.decode(),
-            'stop': tuple(record['stop']),
-        }
-    )
-  except (TypeError, KeyError) as e:
-    raise ValueError(
-        f'{store.url}{MODEL}: written by another version of composer_jax: {e}'
-    ) from e
+    return records.opened(data, store.url + MODEL, 'restore it from a copy')
+  except records.StoreError as e:
+    raise ValueError(str(e)) from e
 
 
 def _model(fields: dict[str, Any]) -> config.ModelConfig:

@@ -2,12 +2,14 @@
 
 LATEST holds the sha256 of its manifest, a manifest those of its indices, its
 segments and the manifests before it, an index the digest of every tile:
-nothing is decoded that this chain does not vouch for.
+nothing is decoded that this chain does not vouch for. What stands outside of
+it, LATEST and what describes the model, is sealed: it ends in its own sha256.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -34,6 +36,30 @@ TILE = np.dtype(
 
 class StoreError(RuntimeError):
   """An object is missing, damaged or contradicts another one."""
+
+
+def sealed(text: bytes) -> bytes:
+  """A JSON object and, on a line of its own, its sha256."""
+  return text + b'\n' + hashlib.sha256(text).hexdigest().encode()
+
+
+def opened(data: bytes, name: str, cure: str) -> bytes:
+  """Inverse of `sealed`.
+
+  Args:
+    data: what the store has.
+    name: names the object in errors.
+    cure: what to do if it is damaged.
+
+  Raises:
+    StoreError: it is not what was sealed.
+  """
+  text, _, check = data.rpartition(b'\n')
+  if hashlib.sha256(text).hexdigest().encode() != check:
+    raise StoreError(
+        f'{name}: content does not match its sha256; damaged, {cure}'
+    )
+  return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,12 +136,9 @@ class Store:
     state, data, generation = self.read(LATEST, if_not_equal)
     if state != 'value':
       return None, generation
-    text, _, check = data.rpartition(b'\n')
-    if hashlib.sha256(text).hexdigest().encode() != check:
-      raise records.StoreError(
-          f'{self.url}{LATEST}: content does not match its sha256; damaged,'
-          ' point it at the last good manifest'
-      )
+    text = records.opened(
+        data, self.url + LATEST, 'point it at the last good manifest'
+    )
     return records.link(json.loads(text)), generation
 
   def advance(
@@ -154,8 +151,7 @@ class Store:
     head = dataclasses.asdict(link)
     # The nonce keeps the content unique where a generation is a content hash.
     head |= {'incarnation': incarnation, 'nonce': uuid.uuid4().hex}
-    text = json.dumps(head, sort_keys=True).encode()
-    data = text + b'\n' + hashlib.sha256(text).hexdigest().encode()
+    data = records.sealed(json.dumps(head, sort_keys=True).encode())
     try:
       if won := self.swap(LATEST, data, generation):
         return won
