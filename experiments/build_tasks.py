@@ -29,6 +29,7 @@ _REJECTED = 'rejected.jsonl'  # faults that made no task, and why
 _TRIES = 3
 
 _OUT = flags.DEFINE_string('out', None, 'Directory of the tasks.')
+binary.local('out')
 _TASKS = flags.DEFINE_integer(
     'tasks', 600, 'How many to build in all.', lower_bound=1
 )

@@ -18,6 +18,7 @@ absl_flags.DEFINE_string('folder', None, 'Directory to make.')
 absl_flags.DEFINE_integer('version', None, 'Default: the newest.')
 for _name in ('folder', 'store'):
   absl_flags.register_validator(_name, bool, message='this flag is required')
+flags.local('folder')
 
 
 def main() -> int:

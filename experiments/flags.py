@@ -20,12 +20,15 @@ package and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
+import contextlib
 import difflib
 import fcntl
+import functools
 import importlib
 import os
 import pathlib
 import shlex
+import signal
 import sys
 import tempfile
 import textwrap
@@ -75,6 +78,16 @@ def define_workdir(
   """Defines the required --workdir; its help is "Directory {what}."."""
   flags.DEFINE_string('workdir', None, f'Directory {what}.')
   flags.register_validator('workdir', bool, message='this flag is required')
+  local('workdir')
+
+
+def local(name: str) -> None:
+  """Refuses a URL as the value of a flag that names a directory to make."""
+  flags.register_validator(
+      name,
+      lambda value: '://' not in (value or ''),
+      message='must be a directory of this machine, not a URL',
+  )
 
 
 def define_dry_run() -> None:
@@ -103,6 +116,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
   """
   flags.DEFINE_bool('traceback', False, 'Shows where an error was raised.')
   program = pathlib.Path(sys.argv[0]).stem
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, functools.partial(_interrupted, program))
   try:
     if {'-h', '--help', '-help', '--helpfull'} & set(sys.argv[1:]):
       print(_help())
@@ -117,9 +132,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     print(f'{program}: error: {" ".join(str(e).split())}', file=sys.stderr)
     code = USAGE_EXIT_CODE
   except KeyboardInterrupt:
-    print(f'\n{program}: aborted', file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(INTERRUPT_EXIT_CODE)  # Worker threads must not hold it up.
+    _abort(program)
   except Exception as e:
     if not job.joined():
       raise
@@ -132,6 +145,25 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.stdout.flush()
     os._exit(code)  # jax would wait for the others, who wait for this one.
   sys.exit(code)
+
+
+def _abort(program: str) -> NoReturn:
+  """Ends the process; worker threads must not hold it up."""
+  os.write(2, f'\n{program}: aborted\n'.encode())
+  with contextlib.suppress(RuntimeError):  # a print was what was interrupted
+    sys.stdout.flush()
+  os._exit(INTERRUPT_EXIT_CODE)
+
+
+def _interrupted(
+    program: str, number: int, frame: types.FrameType | None
+) -> None:
+  """Raises KeyboardInterrupt, but not into an import, which may swallow it."""
+  while frame is not None:
+    if frame.f_code.co_filename.startswith('<frozen importlib'):
+      _abort(program)
+    frame = frame.f_back
+  raise KeyboardInterrupt
 
 
 def _help() -> str:

@@ -31,6 +31,7 @@ def define(key: str, what: str) -> None:
   absl_flags.DEFINE_string(
       'capture', 'calls', 'Directory of the record of all calls.'
   )
+  flags.local('capture')
   absl_flags.DEFINE_string(
       f'{key}_file',
       None,

@@ -19,6 +19,7 @@ absl_flags.DEFINE_string('tokenizer', None, 'tokenizer.json, or its folder.')
 absl_flags.DEFINE_string('output', None, 'Directory of the shards.')
 for _name in ('input', 'tokenizer', 'output'):
   absl_flags.register_validator(_name, bool, message='this flag is required')
+flags.local('output')
 absl_flags.DEFINE_string(
     'field', 'text', "Of a record: its text, or 'messages' for chats."
 )

@@ -93,6 +93,8 @@ def main():
       print('saved; continue with:', flags.command(), flush=True)
       if '--mode=loop' in sys.argv[-1]:
         time.sleep(30)
+  if _MODE.value == 'import':
+    import stubborn
   if _MODE.value == 'devices':
     from experiments import machine
     import jax
@@ -160,6 +162,7 @@ class BinaryTest(parameterized.TestCase):
       (['--worrkdir=x'], "'worrkdir'. Did you mean: workdir"),
       (['--seed=x', '--workdir=x'], '--seed=x: invalid'),
       (['--workdir=x', 'extra'], "'extra' is not a flag"),
+      (['--workdir=s3://x/y'], 's3://x/y: must be a directory of this mach'),
       ([], '--workdir=None: this flag is required'),
       (['--workdir=x', '--config=none_such'], 'none_such: no such module'),
       (['--workdir=x', '--config=none.such'], 'none.such: no such module'),
@@ -273,6 +276,23 @@ class BinaryTest(parameterized.TestCase):
     self.assertLess(time.monotonic() - start, 10)
     self.assertEndsWith(err, 'program: aborted\n')
     self.assertNotIn('Traceback', err)
+
+  def test_interrupt_of_an_import_that_swallows_it(self):
+    (self.dir / 'stubborn.py').write_text(
+        'import time\n'
+        'try:\n'
+        "  print('importing', flush=True)\n"
+        '  time.sleep(300)\n'
+        'except BaseException:\n'
+        '  pass\n'
+    )
+    args = (self.config, self.workdir, '--mode=import')
+    with self.start(*args) as process:
+      self.assertEqual(process.stdout.readline(), 'importing\n')
+      process.send_signal(signal.SIGINT)
+      _, err = process.communicate(timeout=300)
+    self.assertEqual(process.returncode, 130)
+    self.assertEqual(err.strip(), 'program: aborted')
 
 
 class InProcessTest(absltest.TestCase):

@@ -14,8 +14,11 @@ from absl.testing import parameterized
 from composer_jax import task as task_lib
 from composer_jax.agents import tools
 from composer_jax.environments import harbor
+from composer_jax.runs import preflight
 from composer_jax.sandbox import grading
 from composer_jax.sandbox import pool as pool_lib
+from tests import small_config
+from tests import small_run
 
 _GOOD = 'def add(a, b):\n  return a + b  # é\n'
 _BAD = _GOOD.replace('+', '-')
@@ -134,6 +137,61 @@ class HarborTest(parameterized.TestCase):
         return bad.solved, good.solved
 
     self.assertEqual(asyncio.run(grade()), (False, True))
+
+  def _preflight(self, number, **counts):
+    """A config file with tasks of some splits, and what refuses it, if so."""
+    top, self.root = self.root, self.root / f'tasks_{number}'
+    for split, count in counts.items():
+      for k in range(count):
+        self._write(_built(k, split))
+    file = top / f'tasks_{number}.py'
+    file.write_text(
+        'import dataclasses\n'
+        'from composer_jax.environments import harbor\n'
+        'from tests import small_config\n'
+        'def experiment():\n'
+        '  return dataclasses.replace(small_config.experiment(),'
+        f' tasks=harbor.HarborDirectory({str(self.root)!r}))\n'
+    )
+    cfg = dataclasses.replace(
+        small_config.experiment(), tasks=harbor.HarborDirectory(str(self.root))
+    )
+    self.root = top
+    try:
+      preflight.check(cfg, rl=True, memory_bytes=None)
+    except ValueError as e:
+      return file, str(e)
+    return file, ''
+
+  def test_a_dry_run_refuses_a_directory_without_every_split(self):
+    counts = dict(warmup=1, train=4, eval=1, heldout=1)
+    for i, split in enumerate(counts):
+      file, error = self._preflight(i, **{**counts, split: 0})
+      self.assertRegex(error, f"'{split}': .* has no such tasks")
+    done = small_run.finished(
+        [*small_run.command('rl', self.root / 'run', config=file), '--dry_run']
+    )
+    self.assertEqual(done.returncode, 2, done.stdout)
+    self.assertLen(done.stderr.splitlines(), 1)
+    self.assertIn("split='heldout'", done.stderr)
+    _, error = self._preflight(4, **{**counts, 'train': 3})
+    self.assertIn("split 'train' ends too early", error)
+    self.assertEqual(self._preflight(5, **counts)[1], '')
+
+  def test_a_dry_run_refuses_tasks_that_nothing_here_grades(self):
+    for name, text in {
+        'instruction.md': 'Say hello.',
+        'task.toml': (
+            '[metadata]\nsplit = "warmup"\n[verifier]\ntimeout_sec = 30.0\n'
+            '[agent]\ntimeout_sec = 60.0\n'
+        ),
+        'environment/hello.py': 'print()',
+    }.items():
+      path = self.root / 'tasks_0' / 'hello' / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(text)
+    _, error = self._preflight(0, train=4, eval=1, heldout=1)
+    self.assertIn('hello: has no tests/suite.json', error)
 
   def test_a_task_from_elsewhere(self):
     folder = self.root / 'hello'

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import pathlib
 
 from absl.testing import absltest
 import jax
@@ -14,10 +15,15 @@ from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import replay
 from tests import fresh
 from tests import small_config
+from tests import small_run
 
 _CFG = dataclasses.replace(
     small_config.experiment(),
     rollout=config.RolloutConfig(slots=8, context_tokens=128),
+)
+_SMALLER = (
+    *('rl.steps=1', 'model.embed=16', 'model.layers=1', 'model.moe_ffn=16'),
+    'evaluation.tasks=1',
 )
 _STOP = frozenset(range(8))
 _NOTHING = trace.TokenTrace(
@@ -121,6 +127,32 @@ class RecordedTest(absltest.TestCase):
   def test_digests_are_those_of_the_weights(self):
     policy = replay.Recorded(_CFG, _WEIGHTS, [])
     self.assertEqual(policy.digests[2], 'digest-2')
+
+
+class NoPhasesTest(absltest.TestCase):
+
+  def test_a_run_that_began_with_rl_is_replayed(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / 'bare_config.py').write_text(
+        'import dataclasses\n'
+        'from tests import small_config\n'
+        'def experiment():\n'
+        '  whole = small_config.experiment()\n'
+        '  return dataclasses.replace(whole, phases=())\n'
+    )
+    done = small_run.run(
+        'rl', folder / 'run', *_SMALLER, config=folder / 'bare_config.py'
+    )
+    self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+    done = small_run.finished(
+        [
+            *small_run.command('replay', folder / 'run')[:4],
+            f'--compilation_cache={small_run.CACHE}',
+        ]
+    )
+    self.assertIn('1 steps and 8 rollouts', done.stdout, done.stderr)
+    self.assertIn('first difference: none', done.stdout)
+    self.assertEqual(done.returncode, 0)
 
 
 if __name__ == '__main__':

@@ -165,7 +165,7 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
     (state, whether they are complete).
   """
   cfg = run.cfg
-  state = _initial(run)
+  state = _initial(cfg, run.workdir, run.mesh)
   for phase in cfg.phases:
     state, complete = midtrain.run(
         phase,
@@ -183,23 +183,30 @@ def next_token_phases(run: Run) -> tuple[batch_lib.TrainState, bool]:
   return state, True
 
 
-def _initial(run: Run) -> batch_lib.TrainState:
+def _initial(
+    cfg: config.Experiment, workdir: pathlib.Path, mesh: jax.sharding.Mesh
+) -> batch_lib.TrainState:
   """Parameters of the base, or random ones; every phase makes an optimizer."""
-  tx, phases = optax.identity(), run.cfg.phases
+  tx, phases = optax.identity(), cfg.phases
   # What the first phase restores anyway is not read.
-  resumed = bool(phases) and _newest(run.workdir, phases[0].name) > 0
-  if run.cfg.base and not resumed:
-    return step.restart(base_model.weights(run.cfg, run.mesh), tx, run.mesh)
-  return step.init_state(run.cfg.model, tx, run.cfg.seed, run.mesh)
+  resumed = bool(phases) and _newest(workdir, phases[0].name) > 0
+  if cfg.base and not resumed:
+    return step.restart(base_model.weights(cfg, mesh), tx, mesh)
+  return step.init_state(cfg.model, tx, cfg.seed, mesh)
+
+
+def warm_state(
+    cfg: config.Experiment, workdir: pathlib.Path, mesh: jax.sharding.Mesh
+) -> batch_lib.TrainState:
+  """State whose parameters RL started from, with phases before it or not."""
+  if cfg.phases:
+    return run_digest.restored(cfg, workdir, cfg.phases[-1].name, mesh)
+  return _initial(cfg, workdir, mesh)
 
 
 def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   """The arrays that RL started from, as they were published."""
-  if run.cfg.phases:
-    last = run.cfg.phases[-1].name
-    state = run_digest.restored(run.cfg, run.workdir, last, run.mesh)
-  else:
-    state = _initial(run)
+  state = warm_state(run.cfg, run.workdir, run.mesh)
   return rl.published_arrays(state.params)
 
 

@@ -2,7 +2,7 @@
 
 What can be refused is refused here, in seconds: a value that does not go with
 another one, a loss of a wrong shape, data that is not there, tasks of a split
-that ends too early, too little memory, no safe sandbox.
+that ends too early or that nothing grades, too little memory, no safe sandbox.
 """
 
 from __future__ import annotations
@@ -66,17 +66,21 @@ def _texts(cfg: config.Experiment) -> None:
 
 
 def _tasks(cfg: config.Experiment, rl: bool) -> None:
-  """Asks for the first and the last task of every split that is used."""
+  """Asks for tasks of every split that is used, and for what grades them.
+
+  The first and the last; of those to train on all that the first prompt is
+  chosen from.
+  """
   wanted = []
   if any(name == 'demos' for phase in cfg.phases for name, _ in phase.mix):
     wanted.append(('warmup', 0))
   if rl:
     first = cfg.evaluation.seed
-    wanted.append(('train', 0))
+    wanted += [('train', 0), ('train', cfg.rl.candidates_per_prompt - 1)]
     for split in evaluate.SPLITS:
       wanted += [(split, first), (split, first + cfg.evaluation.tasks - 1)]
   for split, index in wanted:
     try:
-      cfg.tasks.task(index, split)
+      cfg.tasks.hidden(cfg.tasks.task(index, split))
     except IndexError as e:
       raise ValueError(f'tasks: split {split!r} ends too early: {e}') from e

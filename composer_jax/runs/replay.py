@@ -31,6 +31,7 @@ from composer_jax.model import params as params_lib
 from composer_jax.rollout import sampling
 from composer_jax.runs import feed
 from composer_jax.runs import manifest
+from composer_jax.runs import pipeline
 from composer_jax.runs import player
 from composer_jax.runs import rl
 from composer_jax.runs import rollouts
@@ -218,7 +219,7 @@ def run(
     The first difference, or that there is none.
   """
   tx = cfg.rl_optimizer.build()
-  warm = run_digest.restored(cfg, workdir, cfg.phases[-1].name, mesh).params
+  warm = pipeline.warm_state(cfg, workdir, mesh).params
   reference = (
       jax.tree.map(jnp.copy, warm)
       if loss_inputs.needs_reference(cfg.loss)
