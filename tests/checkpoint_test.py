@@ -50,6 +50,17 @@ class CheckpointTest(absltest.TestCase):
         pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / 'run'
     )
 
+  def test_only_who_writes_removes_what_a_failed_save_left(self):
+    left = self.dir / '7.orbax-checkpoint-tmp'
+    left.mkdir(parents=True)
+    checkpoint.Checkpointer(self.dir).close()
+    self.assertTrue(left.exists())  # perhaps of a run that is going on
+    saver = checkpoint.Checkpointer(self.dir, writes=True)
+    self.assertFalse(left.exists())
+    self.assertIsNone(saver.restore(_state(0)))
+    saver.save(7, _state(7), {})
+    saver.close()
+
   def test_round_trip(self):
     extra = {'ledger': [1, 'a', None, {'x': 0.1}], 'cursor': 2**60}
     saver = checkpoint.Checkpointer(self.dir)

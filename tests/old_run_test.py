@@ -58,6 +58,13 @@ class OldRunTest(absltest.TestCase):
     return done
 
   def test_resumes(self):
+    # What a kill left of steps that it undid, and of saves.
+    undone = [self.workdir / 'trajectories' / n for n in ('000002', '000007')]
+    tmp = '9.orbax-checkpoint-tmp'
+    failed = [self.workdir / 'checkpoints' / n / tmp for n in ('rl', 'warmup')]
+    for folder in undone + failed:
+      folder.mkdir()
+      (folder / '99-0.traj').write_text('of a step that was undone')
     done = self._rl('rl.steps=3')
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
     extra = checkpoint.read_extra(self.workdir / 'checkpoints' / 'rl')
@@ -67,6 +74,11 @@ class OldRunTest(absltest.TestCase):
     for path in kept:
       trajectory = trace.from_bytes(path.read_bytes())
       self.assertStartsWith(trajectory.task_id, 'offline/')
+    self.assertFalse(undone[1].exists())
+    for folder in failed:
+      self.assertFalse(folder.exists(), folder)
+    for old in ('000000', '000001'):
+      self.assertNotEmpty([*(undone[0].parent / old).glob('*.traj')])
     self.assertEqual(manifest.run_id(self.workdir), 'offline')
 
   def test_is_finished_if_fewer_steps_are_asked_for(self):

@@ -121,7 +121,7 @@ def run(
   shape = packing.Shape(
       phase.rows_per_step, phase.tokens_per_row, contract.KEY_BLOCK
   )
-  saver = checkpoint.Checkpointer(checkpoints)
+  saver = checkpoint.Checkpointer(checkpoints, writes=True)
   cursors: mixture.Cursors = {}
   done = 0
   if restored := saver.restore(state):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
-
+import shutil
 import time
 from typing import Any
 import uuid
@@ -210,6 +210,13 @@ def warm_arrays(run: Run) -> dict[str, np.ndarray]:
   return rl.published_arrays(state.params)
 
 
+def _cut_back(folder: pathlib.Path, steps: int) -> None:
+  """Removes rollouts of steps that a kill undid, as `Writer` does metrics."""
+  for path in folder.glob('[0-9]*'):
+    if int(path.name) >= steps:
+      shutil.rmtree(path, ignore_errors=True)
+
+
 def reinforcement(
     run: Run, state: batch_lib.TrainState
 ) -> tuple[batch_lib.TrainState, bool]:
@@ -231,11 +238,14 @@ def reinforcement(
       else None
   )
   state = step.restart(state.params, tx, run.mesh)
-  saver = checkpoint.Checkpointer(run.workdir / 'checkpoints' / 'rl')
+  saver = checkpoint.Checkpointer(
+      run.workdir / 'checkpoints' / 'rl', writes=True
+  )
   ledger = ledger_lib.Ledger()
   if restored := saver.restore(state):
     _, state, extra = restored
     ledger = ledger_lib.from_json(extra['ledger'])
+  _cut_back(run.workdir / 'trajectories', len(ledger.steps))
   stored_model.write(run.store, run.model)
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
   version = publisher.resume(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import os
+import pathlib
+import shutil
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -17,7 +19,12 @@ class Checkpointer:
   """Saves and restores (state, extra) pairs in one directory."""
 
   def __init__(
-      self, directory: str | os.PathLike, *, keep: int = 2, background=False
+      self,
+      directory: str | os.PathLike,
+      *,
+      keep: int = 2,
+      background=False,
+      writes=False,
   ):
     """Opens or creates a directory of checkpoints.
 
@@ -26,7 +33,11 @@ class Checkpointer:
       keep: finished checkpoints that are kept, newest first.
       background: return from `save` once the state is copied to the host;
         the next `save` or `close` waits for the files and raises errors.
+      writes: nobody else saves here, so what a failed save left is removed.
     """
+    if writes:
+      for path in pathlib.Path(directory).glob('*.orbax-checkpoint-tmp*'):
+        shutil.rmtree(path, ignore_errors=True)
     self._manager = ocp.CheckpointManager(
         os.path.abspath(directory),
         item_names=('state', 'extra'),
