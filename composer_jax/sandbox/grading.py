@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
+import logging
 from typing import Any
 
 from composer_jax import task as task_lib
@@ -209,9 +210,14 @@ class Grader:
   async def _grade(
       self, task: task_lib.Task, submission: Mapping[str, str]
   ) -> Grade:
+    hidden = self._source.hidden(task)
     try:
       async with self._pool.session() as session:
-        hidden = self._source.hidden(task)
         return await grade(session, task, submission, hidden)
     except pool_lib.SandboxError as e:
       return Grade((), valid=False, reason=str(e))
+    except Exception as e:  # whoever finds such a text must not end the run
+      logging.exception('%s: booked as a failure of the policy', task.id)
+      is_suite = isinstance(hidden, task_lib.Suite)
+      tests = hidden.fail_to_pass if is_suite else hidden
+      return Grade((False,) * len(tests), 'died', reason=repr(e)[:80])
