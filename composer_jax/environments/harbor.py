@@ -243,10 +243,10 @@ class HarborDirectory:
     """Returns task `index` of a split.
 
     Raises:
-      ValueError: there are no tasks of this split.
+      ValueError: there are no tasks of this split, or two have one id.
       IndexError: the last training task lies before.
     """
-    names = _splits(self.path).get(split, ())
+    names = _opened(self.path)[0].get(split, ())
     if not names:
       raise ValueError(f'split={split!r}: {self.path} has no such tasks')
     if split == 'train' and index >= len(names):
@@ -255,7 +255,9 @@ class HarborDirectory:
     return read(pathlib.Path(self.path, order[index % len(names)])).task
 
   def _built(self, task: task_lib.Task) -> Built:
-    return read(pathlib.Path(self.path, folder_name(task.id)))
+    folders = _opened(self.path)[1]
+    name = folders.get(task.id, folder_name(task.id))
+    return read(pathlib.Path(self.path, name))
 
   def hidden(self, task: task_lib.Task) -> task_lib.Suite:
     """Returns the tests that decide.
@@ -301,12 +303,27 @@ def folder_name(task_id: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _splits(path: str) -> dict[str, list[str]]:
-  """Split -> names of its task directories."""
-  out: dict[str, list[str]] = {}
+def _opened(path: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+  """Finds the tasks in a directory.
+
+  Returns:
+    (split -> names of its folders, id of a task -> name of its folder).
+
+  Raises:
+    ValueError: two tasks have one id, by which hidden tests are found.
+  """
+  splits: dict[str, list[str]] = {}
+  folders: dict[str, str] = {}
   # What a killed writer left has a name that starts with a dot.
   for folder in sorted(pathlib.Path(path).glob('[!.]*/task.toml')):
     config = tomllib.loads(folder.read_text('utf-8'))
-    split = config.get('metadata', {}).get('split', 'train')
-    out.setdefault(split, []).append(folder.parent.name)
-  return out
+    meta, name = config.get('metadata', {}), folder.parent.name
+    splits.setdefault(meta.get('split', 'train'), []).append(name)
+    task_id = str(meta.get('id', name))
+    if task_id in folders:
+      raise ValueError(
+          f'{path}: id {task_id!r} is that of {folders[task_id]!r} and {name!r};'
+          ' ids are unique, so change one in its task.toml'
+      )
+    folders[task_id] = name
+  return splits, folders
