@@ -64,6 +64,11 @@ class GroupRecord:
   mean: float
   variance: float
 
+  @property
+  def judged(self) -> bool:
+    """The rewards say something: too few of them are nobody's failure."""
+    return self.fault != 'too_few'
+
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
