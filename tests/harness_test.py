@@ -168,10 +168,12 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(tokens.stop, trace.StopReason.MAX_TOKENS)
     self.assertLessEqual(len(tokens.segments[0]), room + 8)
     self.assertIsNotNone(tokens.submission)
-    with self.assertRaisesRegex(ValueError, f'max_context_tokens={room}'):
-      await _play(
-          _turn(_EDIT), cfg=config.HarnessConfig(max_context_tokens=room)
-      )
+    cfg = config.HarnessConfig(max_context_tokens=room)
+    misfit = await _play(_turn(_EDIT), cfg=cfg)
+    self.assertIn(f'max_context_tokens={room}', misfit.meta['failure'])
+    self.assertEqual(misfit.segments, ())
+    self.assertIsNone(misfit.submission)
+    self.assertIs(misfit.stop, trace.StopReason.MAX_TOKENS)
 
   async def test_turn_is_cut_to_its_budget(self):
     cfg = config.HarnessConfig(max_turn_tokens=3, max_turns=1)

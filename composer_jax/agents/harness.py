@@ -90,7 +90,8 @@ class Episode:
   Attributes:
     segments: context windows, in order; each but the last ends in a summary.
     stop: why it ended.
-    submission: the files at the end; None after an infrastructure failure.
+    submission: the files at the end; None after an infrastructure failure, or
+      if the task cannot be played.
     grade: verdict on the submission; None until graded.
     meta: counts, as text: turns, calls, edits, runs, failed calls, bad turns,
       summaries and their tokens.
@@ -220,6 +221,22 @@ def _observe(renderer: Renderer, text: str, room: int) -> list[int]:
   return ids
 
 
+def prompt_of(
+    task: task_lib.Task, renderer: Renderer, cfg: config.HarnessConfig
+) -> tuple[list[int], str]:
+  """The prompt of a task, and why it cannot be played; '' if it can be."""
+  try:
+    prompt = renderer.encode_task(task)
+  except ValueError as e:
+    return [], str(e)
+  if len(prompt) < cfg.max_context_tokens:
+    return prompt, ''
+  return prompt, (
+      f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
+      f' {len(prompt)} tokens; raise it'
+  )
+
+
 async def run(
     task: task_lib.Task,
     session: pool.Session | tool_loop.Loop,
@@ -248,22 +265,21 @@ async def run(
     window is full, or if a summary and what goes with it are too long for a
     window to begin with, and POLICY_FAILURE if something in a turn was too
     much for us, which leaves the files as they were before. Only a failure of
-    the sandbox or of the policy's server is INFRA_ERROR.
+    the sandbox or of the policy's server is INFRA_ERROR. A task whose prompt
+    does not fit is MAX_TOKENS without a segment and a submission.
 
   Raises:
-    ValueError: the prompt alone exceeds the context, or the policy's window
-      does not continue the one it was given.
+    ValueError: the policy's window does not continue the one it was given.
   """
   own = isinstance(session, pool.Session)
   loop = tool_loop.ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
   windows = _Windows(policy, renderer, cfg, seed, temperature)
-  prompt = renderer.encode_task(task)
-  if not windows.begin(prompt):
-    raise ValueError(
-        f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
-        f' {len(prompt)} tokens; raise it'
-    )
+  prompt, misfit = prompt_of(task, renderer, cfg)
+  if misfit:  # of one task among many: no reason to end a run
+    meta = {'failure': misfit}
+    return Episode((), trace.StopReason.MAX_TOKENS, None, meta=meta)
+  windows.begin(prompt)
   stop, failure, turns = trace.StopReason.MAX_TURNS, '', 0
   try:
     while turns < cfg.max_turns:

@@ -246,13 +246,12 @@ class HarborDirectory:
       ValueError: there are no tasks of this split, or two have one id.
       IndexError: the last training task lies before.
     """
-    names = _opened(self.path)[0].get(split, ())
+    names = _order(self.path, self.seed, split)
     if not names:
       raise ValueError(f'split={split!r}: {self.path} has no such tasks')
     if split == 'train' and index >= len(names):
       raise IndexError(f'{self.path} has {len(names)} tasks to train on')
-    order = random.Random(f'{self.seed}/{split}').sample(names, len(names))
-    return read(pathlib.Path(self.path, order[index % len(names)])).task
+    return read(pathlib.Path(self.path, names[index % len(names)])).task
 
   def _built(self, task: task_lib.Task) -> Built:
     folders = _opened(self.path)[1]
@@ -300,6 +299,13 @@ class HarborDirectory:
 
 def folder_name(task_id: str) -> str:
   return task_id.replace('/', '-')
+
+
+@functools.lru_cache(maxsize=32)
+def _order(path: str, seed: int, split: str) -> list[str]:
+  """Folders of a split in the order in which they are played."""
+  names = _opened(path)[0].get(split, [])
+  return random.Random(f'{seed}/{split}').sample(names, len(names))
 
 
 @functools.lru_cache(maxsize=8)

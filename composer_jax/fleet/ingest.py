@@ -114,7 +114,7 @@ def metrics(batch: admission.Consumed) -> dict[str, float]:
     n = sum(g.fault == fault for g in batch.untrained)
     out[f'groups/{fault}'] = float(n)
     out[f'groups/{fault}_fraction'] = n / max(1, len(consumed))
-  for outcome in ('valid', 'infra', 'refused', 'lost'):
+  for outcome in ('valid', 'infra', 'untrainable', 'refused', 'lost'):
     n = sum(m.outcome == outcome for m in members)
     out[f'rollouts/{outcome}'] = float(n)
   failed = [t.stop is trace.StopReason.POLICY_FAILURE for t in generated]
