@@ -372,6 +372,8 @@ class IngestTest(parameterized.TestCase):
         'rollouts/lost': 1,
         'rollouts/infra': 1,
         'rollouts/refused': 0,
+        'rollouts/untrainable': 0,
+        'rollouts/policy_failure': 0,
         'lag/submit_mean': 3,
         'lag/submit_max': 3,
         'lag/token_age_mean': (3 + 3 + 2 + 2 + 1) / 5,

@@ -102,6 +102,10 @@ class CurriculumTest(parameterized.TestCase):
       tally = curriculum.fold(tally, [])
     self.assertAlmostEqual(tally['a'][1], 1.0)
 
+  def test_a_group_counts_once_whatever_its_kind(self):
+    tally = curriculum.fold({}, [('', 0.5)])
+    self.assertEqual(tally, {'': (0.5, 1.0)})
+
   def test_a_finite_source_ends(self):
     source = _Source(20)
     self.assertEqual(

@@ -249,6 +249,27 @@ class GraderTest(unittest.IsolatedAsyncioTestCase):
   def assertNotEmpty(self, value):
     self.assertTrue(value)
 
+  async def test_a_verdict_belongs_to_what_is_graded_not_to_a_name(self):
+    one = dataclasses.replace(_TASK, meta={**_TASK.meta, 'want': '3'})
+    two = dataclasses.replace(_TASK, meta={**_TASK.meta, 'want': '4'})
+
+    class Source(micro_repair.MicroRepair):
+
+      def hidden(self, task):
+        return (task_lib.Case(([1, 2],), int(task.meta['want'])),)
+
+    submission = {'sol.py': 'def add(x):\n  return sum(x)\n'}
+    async with pool_lib.Pool(1) as pool:
+      grader = grading.Grader(Source(), pool)
+      grades = [await grader(t, submission) for t in (one, two)]
+      again = dataclasses.replace(one, id='another name')
+      grades.append(await grader(again, submission))
+      self.assertEqual([g.solved for g in grades], [True, False, True])
+      self.assertEqual((grader.asked, grader.run), (3, 2))
+      slow = dataclasses.replace(one, limits=task_lib.Limits(9.0, 30.0))
+      await grader(slow, submission)
+      self.assertEqual(grader.run, 3)
+
   async def test_one_cancelled_rollout_leaves_the_verdict_to_the_others(self):
     source = micro_repair.MicroRepair()
     task = source.task(1, 'eval')

@@ -192,6 +192,19 @@ class HarborTest(parameterized.TestCase):
       path.write_text(text)
     _, error = self._preflight(0, train=4, eval=1, heldout=1)
     self.assertIn('hello: has no tests/suite.json', error)
+  def test_two_tasks_of_one_id_are_refused(self):
+    harbor.write(self.root / 'a', _built())
+    harbor.write(self.root / 'b', _built(note='other'))
+    source = harbor.HarborDirectory(str(self.root))
+    with self.assertRaisesRegex(ValueError, "set/train/0.*'a' and 'b'"):
+      source.task(0, 'train')
+
+  def test_a_folder_may_have_another_name_than_its_task(self):
+    harbor.write(self.root / 'set-train-1', _built(0))
+    harbor.write(self.root / 'x', _built(1))
+    source = harbor.HarborDirectory(str(self.root))
+    for task in (source.task(k, 'train') for k in range(2)):
+      self.assertEqual(source._built(task).task, task)
 
   def test_a_task_from_elsewhere(self):
     folder = self.root / 'hello'

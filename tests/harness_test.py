@@ -168,10 +168,12 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
     self.assertEqual(tokens.stop, trace.StopReason.MAX_TOKENS)
     self.assertLessEqual(len(tokens.segments[0]), room + 8)
     self.assertIsNotNone(tokens.submission)
-    with self.assertRaisesRegex(ValueError, f'max_context_tokens={room}'):
-      await _play(
-          _turn(_EDIT), cfg=config.HarnessConfig(max_context_tokens=room)
-      )
+    cfg = config.HarnessConfig(max_context_tokens=room)
+    misfit = await _play(_turn(_EDIT), cfg=cfg)
+    self.assertIn(f'max_context_tokens={room}', misfit.meta['failure'])
+    self.assertEqual(misfit.segments, ())
+    self.assertIsNone(misfit.submission)
+    self.assertIs(misfit.stop, trace.StopReason.MAX_TOKENS)
 
   async def test_turn_is_cut_to_its_budget(self):
     cfg = config.HarnessConfig(max_turn_tokens=3, max_turns=1)
@@ -209,6 +211,37 @@ class HarnessTest(unittest.IsolatedAsyncioTestCase):
           _TASK, session, policy, _renderer(), cfg=_CFG, seed=0
       )
     self.assertEqual(episode.stop, trace.StopReason.INFRA_ERROR)
+
+  async def test_whatever_a_turn_does_to_us_is_the_policys_failure(self):
+
+    class Fragile(compact_renderer.CompactRenderer):
+      """Breaks where a turn is read, or where its result is shown."""
+
+      broken = 'parse'
+
+      def parse(self, ids):
+        if self.broken == 'parse':
+          raise RuntimeError('odd turn')
+        return super().parse(ids)
+
+      def encode_observation(self, text):
+        raise RecursionError('odd text')
+
+    renderer = Fragile(_renderer()._tokenizer)
+    for broken in ('parse', 'show'):
+      renderer.broken = broken
+      policy = sampled_policy.ScriptedPolicy([_turn(_EDIT)])
+      async with pool_lib.Pool(1) as pool, pool.session() as session:
+        with self.assertLogs(level='ERROR') as log:
+          episode = await harness.run(
+              _TASK, session, policy, renderer, cfg=_CFG, seed=0
+          )
+      self.assertIn('Traceback', log.output[0])
+      self.assertIn(f'{_TASK.id}', log.output[0])
+      self.assertEqual(episode.stop, trace.StopReason.POLICY_FAILURE)
+      self.assertIn('odd', episode.meta['failure'])
+      self.assertEqual(episode.segments[0].sampled.sum(), len(_turn(_EDIT)))
+      self.assertIsNotNone(episode.submission)  # graded like any other
 
   async def test_a_policy_that_rewrites_history_is_refused(self):
     for field, change in (

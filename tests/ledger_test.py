@@ -103,6 +103,18 @@ class LedgerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'step=1: next is 0'):
       ledger_lib.commit(ledger_lib.Ledger(), batch(1, (0,)), 'd')
 
+  def test_a_group_that_nobody_could_judge_says_nothing_of_its_kind(self):
+    infra = trace.StopReason.INFRA_ERROR
+    for lost in (True, False):
+      members = {}
+      for m in range(2):
+        t = fleet_sim.rollout(f'run/0/{m}', None, stop=infra)
+        members[m] = admission.Member(1, m, 'x', None if lost else t)
+      record = ledger_lib.record(admission.Group(0, 0, members))
+      self.assertFalse(record.judged)
+    self.assertTrue(ledger_lib.record(group(0)).judged)
+    self.assertFalse(ledger_lib.record(group(0, lost=True)).judged)
+
   def test_a_task_is_trained_on_once(self):
     def named(step, prompt, task):
       members = {

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import tempfile
 import unittest
 
@@ -227,6 +228,33 @@ class PromptTest(parameterized.TestCase):
         [i for i in plain if i in special], [i for i in evil if i in special]
     )
     self.assertIn(forged, known.decode(evil, skip_special_tokens=False))
+
+  @parameterized.parameters(QWEN, KIMI)
+  def test_every_text_can_be_shown(self, template):
+    form = chat_format(template)
+    private = ''.join(map(chr, range(0xE000, 0xF900)))
+    end = form.spelled(sorted(form.stop_ids))
+    for odd in (private + end, 'a\ud800b\udfff' + end, '\udbff\udfff'):
+      call = {'name': odd, 'arguments': {odd: odd}}
+      said = [
+          {'role': 'user', 'content': odd},
+          {'role': 'assistant', 'content': odd, 'tool_calls': []},
+          {'role': 'tool', 'content': odd, 'tool_call_id': odd},
+      ]
+      said[1]['tool_calls'].append({'id': odd, 'function': call})
+      want = re.sub('[\ud800-\udfff]', '\ufffd', odd)
+      self.assertIn(want, form.spelled(form.prompt(said)))
+      self.assertIn(want, form.spelled(form.tail(said, (), 2, True)))
+      self.assertIn(want, form.spelled(form.around(odd, [], odd)))
+      self.assertIn(want, form.spelled(form.turn(said, (), 1)[1]))
+      self.assertEqual(form.spelled(form.encode(odd)), want)
+
+  def test_arguments_that_are_no_text_stay_what_was_written(self):
+    form = chat_format(QWEN)
+    written = '{"name": "f", "arguments": {"a": "\\ud800"}}'
+    reply = form.parse(form.encode(f'<tool_call>{written}</tool_call>'))
+    reply.tool_calls[0].arguments.encode()  # it travels as UTF-8
+    self.assertEqual(json.loads(reply.tool_calls[0].arguments)['a'], '\ud800')
 
   def test_a_special_token_in_a_tool_stays_text(self):
     form, evil = chat_format(QWEN), json.loads(json.dumps(TOOLS))

@@ -86,7 +86,8 @@ def _collect(root: pathlib.Path, limit_bytes: int) -> dict[str, str]:
             continue
           data = f.read(limit_bytes + 1)
         if len(data) <= limit_bytes:
-          out[str(path.relative_to(root))] = data.decode()
+          key = os.fsencode(path.relative_to(root)).decode()
+          out[key] = data.decode()
           limit_bytes -= len(data)
       except (OSError, UnicodeDecodeError):
         continue  # a link, a device, not readable, no text

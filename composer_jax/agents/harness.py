@@ -11,8 +11,10 @@ segment. The query is context, the summary is sampled and trained like a turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +27,8 @@ from composer_jax.agents import tools
 from composer_jax.agents import windows as windows_lib
 from composer_jax.sandbox import grading
 from composer_jax.sandbox import pool
+
+_INFRASTRUCTURE = (pool.SandboxError, ConnectionError, TimeoutError)
 
 
 class Policy(Protocol):
@@ -86,7 +90,8 @@ class Episode:
   Attributes:
     segments: context windows, in order; each but the last ends in a summary.
     stop: why it ended.
-    submission: the files at the end; None after an infrastructure failure.
+    submission: the files at the end; None after an infrastructure failure, or
+      if the task cannot be played.
     grade: verdict on the submission; None until graded.
     meta: counts, as text: turns, calls, edits, runs, failed calls, bad turns,
       summaries and their tokens.
@@ -99,6 +104,26 @@ class Episode:
   grade: grading.Grade | None = None
   meta: Mapping[str, str] = dataclasses.field(default_factory=dict)
   log: tuple[str, ...] = ()
+
+
+class _Odd(Exception):
+  """Something that the policy wrote was too much for us."""
+
+
+@contextlib.contextmanager
+def _policys_doing(task: task_lib.Task) -> Iterator[None]:
+  """Reading, executing and showing: what fails there, the policy has caused.
+
+  Were it an error of the run, whoever finds such a turn could end it; were it
+  one of the infrastructure, it would be played again and never be trained on.
+  """
+  try:
+    yield
+  except (tools.ParseError, *_INFRASTRUCTURE):
+    raise
+  except Exception as e:
+    logging.exception('%s: booked as a failure of the policy', task.id)
+    raise _Odd(repr(e)) from e
 
 
 class _Windows:
@@ -196,6 +221,22 @@ def _observe(renderer: Renderer, text: str, room: int) -> list[int]:
   return ids
 
 
+def prompt_of(
+    task: task_lib.Task, renderer: Renderer, cfg: config.HarnessConfig
+) -> tuple[list[int], str]:
+  """The prompt of a task, and why it cannot be played; '' if it can be."""
+  try:
+    prompt = renderer.encode_task(task)
+  except ValueError as e:
+    return [], str(e)
+  if len(prompt) < cfg.max_context_tokens:
+    return prompt, ''
+  return prompt, (
+      f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
+      f' {len(prompt)} tokens; raise it'
+  )
+
+
 async def run(
     task: task_lib.Task,
     session: pool.Session | tool_loop.Loop,
@@ -222,23 +263,23 @@ async def run(
   Returns:
     An ungraded episode, with a segment for every window. It is MAX_TOKENS if a
     window is full, or if a summary and what goes with it are too long for a
-    window to begin with. Only a failure of the sandbox or of the policy's
-    server is INFRA_ERROR.
+    window to begin with, and POLICY_FAILURE if something in a turn was too
+    much for us, which leaves the files as they were before. Only a failure of
+    the sandbox or of the policy's server is INFRA_ERROR. A task whose prompt
+    does not fit is MAX_TOKENS without a segment and a submission.
 
   Raises:
-    ValueError: the prompt alone exceeds the context, or the policy's window
-      does not continue the one it was given.
+    ValueError: the policy's window does not continue the one it was given.
   """
   own = isinstance(session, pool.Session)
   loop = tool_loop.ToolLoop(session, cfg) if own else session
   files: Mapping[str, str] = dict(task.files)
   windows = _Windows(policy, renderer, cfg, seed, temperature)
-  prompt = renderer.encode_task(task)
-  if not windows.begin(prompt):
-    raise ValueError(
-        f'max_context_tokens={cfg.max_context_tokens}: prompt of {task.id} has'
-        f' {len(prompt)} tokens; raise it'
-    )
+  prompt, misfit = prompt_of(task, renderer, cfg)
+  if misfit:  # of one task among many: no reason to end a run
+    meta = {'failure': misfit}
+    return Episode((), trace.StopReason.MAX_TOKENS, None, meta=meta)
+  windows.begin(prompt)
   stop, failure, turns = trace.StopReason.MAX_TURNS, '', 0
   try:
     while turns < cfg.max_turns:
@@ -246,9 +287,10 @@ async def run(
       turns += 1
       stop = trace.StopReason.MAX_TURNS
       try:
-        files, text, done = await loop.execute(
-            task, files, renderer.parse(turn)
-        )
+        with _policys_doing(task):
+          files, text, done = await loop.execute(
+              task, files, renderer.parse(turn)
+          )
       except tools.ParseError as e:
         loop.counts['bad_turns'] += 1
         stop, text, done = trace.StopReason.PARSE_ERROR, str(e), False
@@ -260,12 +302,13 @@ async def run(
         break
       if turns == cfg.max_turns:
         break  # an observation that nobody reads
-      observation = renderer.encode_observation(text)
-      crossing = windows.crosses(observation)
-      if crossing:
-        query = renderer.encode_summary_query()
-        room = windows.room() - len(query) - cfg.summary_tokens
-        observation = _observe(renderer, text, room) + query
+      with _policys_doing(task):
+        observation = renderer.encode_observation(text)
+        crossing = windows.crosses(observation)
+        if crossing:
+          query = renderer.encode_summary_query()
+          room = windows.room() - len(query) - cfg.summary_tokens
+          observation = _observe(renderer, text, room) + query
       if windows.room(observation) <= 0:
         stop = trace.StopReason.MAX_TOKENS
         break
@@ -279,13 +322,17 @@ async def run(
             turns_left=cfg.max_turns - turns,
             summaries=loop.counts['summaries'],
         )
-        if not windows.begin(renderer.encode_resumed(task, summary, state)):
+        with _policys_doing(task):
+          resumed = renderer.encode_resumed(task, summary, state)
+        if not windows.begin(resumed):
           stop = trace.StopReason.MAX_TOKENS
           break
-  except (pool.SandboxError, ConnectionError, TimeoutError) as e:
+  except _Odd as e:
+    stop, failure = trace.StopReason.POLICY_FAILURE, str(e)
+  except _INFRASTRUCTURE as e:
     stop, failure = trace.StopReason.INFRA_ERROR, repr(e)
   infra = stop is trace.StopReason.INFRA_ERROR
   meta = {name: str(count) for name, count in sorted(loop.counts.items())}
-  meta |= {'turns': str(turns)} | ({'failure': failure} if infra else {})
+  meta |= {'turns': str(turns)} | ({'failure': failure} if failure else {})
   files = None if infra else files
   return Episode(windows.segments, stop, files, meta=meta, log=tuple(loop.log))

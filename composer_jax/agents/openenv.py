@@ -144,7 +144,7 @@ class RemoteLoop:
       )
     except FrameError as e:
       self.counts['failed_calls'] += 1
-      return e.args[1], False
+      return tools.legible(e.args[1]), False
     reward, seen = data.get('reward'), data.get('observation')
     if isinstance(reward, int | float):
       self.reward = float(reward)
@@ -171,7 +171,7 @@ class RemoteLoop:
 def _text(seen: Any) -> str:
   """An observation in words: its text, or all of it."""
   text = seen.get('text') if isinstance(seen, dict) else seen
-  return text if isinstance(text, str) else json.dumps(seen)
+  return tools.legible(text if isinstance(text, str) else json.dumps(seen))
 
 
 def _task(data: Mapping[str, Any]) -> task_lib.Task:

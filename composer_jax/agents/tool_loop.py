@@ -106,8 +106,9 @@ class ToolLoop:
       if outcome.failed:
         self.counts['failed_calls'] += 1
       files = outcome.files
-      shown.append(outcome.text)
-      self.log.append(f'{call}\n{outcome.text}')
+      text = tools.legible(outcome.text)
+      shown.append(text)
+      self.log.append(f'{call}\n{text}')
       if self.exhausted:
         break
     text = '\n'.join(shown)

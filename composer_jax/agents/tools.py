@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import re
 import typing
 from typing import Any, Protocol
 
@@ -76,6 +77,8 @@ BY_NAME: Mapping[str, type] = {
     kind.__name__.lower(): kind for kind in typing.get_args(ToolCall)
 }
 _MATCHES = 50  # lines that a search shows
+_NAME_BYTES = 64  # shown of a name that there is not
+_HALVES = re.compile('[\ud800-\udfff]')
 
 
 class TestRunner(Protocol):
@@ -96,6 +99,14 @@ class Outcome:
   failed: bool = False
 
 
+def legible(text: str) -> str:
+  """Text that has an encoding: half a surrogate pair is no character.
+
+  JSON can write one ("\\ud800"), and neither UTF-8 nor a tokenizer takes it.
+  """
+  return _HALVES.sub('\ufffd', text)
+
+
 def name_of(call: ToolCall) -> str:
   """Name of a call's tool in `BY_NAME`."""
   return type(call).__name__.lower()
@@ -108,15 +119,19 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> ToolCall:
     ParseError: the call is malformed; the text is for the policy.
   """
   if name not in BY_NAME:
-    raise ParseError(f'no tool "{name}"; have {", ".join(BY_NAME)}')
+    shown = truncate(name, _NAME_BYTES)
+    raise ParseError(f'no tool "{shown}"; have {", ".join(BY_NAME)}')
   kind = BY_NAME[name]
   known = {f.name: f for f in dataclasses.fields(kind)}
   for field, value in arguments.items():
     if field not in known:
-      raise ParseError(f'{name}: unknown argument "{field}"')
+      shown = truncate(field, _NAME_BYTES)
+      raise ParseError(f'{name}: unknown argument "{shown}"')
     want = int if known[field].type == 'int' else str
     if type(value) is not want:
       raise ParseError(f'{name}: "{field}" must be {want.__name__}')
+    if isinstance(value, str) and _HALVES.search(value):
+      raise ParseError(f'{name}: "{field}" has half a surrogate pair')
   try:
     return kind(**arguments)
   except TypeError as e:
@@ -125,9 +140,9 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> ToolCall:
 
 def edit(files: Mapping[str, str], call: Edit) -> Outcome:
   """Applies an edit to the only (or first) file."""
-  path, source = next(iter(files.items()))
-  lines = source.split('\n')
-  if call.line >= len(lines):
+  path, source = next(iter(files.items()), ('', ''))
+  lines = source.split('\n') if files else []
+  if not 0 <= call.line < len(lines):
     return Outcome(files, f'no line {call.line}', failed=True)
   if call.old not in lines[call.line]:
     return Outcome(files, f'no {call.old} in line {call.line}', failed=True)
@@ -207,11 +222,16 @@ async def execute(
 
 
 def truncate(text: str, limit_bytes: int) -> str:
-  """Cuts the middle out of a text longer than `limit_bytes` (UTF-8).
+  """Makes a text legible, and cuts the middle out if it is too long.
 
   The start says what ran and the end says how it went: both stay.
+
+  Args:
+    text: any.
+    limit_bytes: bytes of the result, in UTF-8.
   """
-  data = text.encode(errors='replace')
+  text = legible(text)
+  data = text.encode()
   if len(data) <= limit_bytes:
     return text
   mark = b'...'

@@ -116,6 +116,7 @@ class CompactRenderer:
     self.stop_ids = frozenset([ids[END]])
 
   def _encode(self, text: str) -> list[int]:
+    text = tools.legible(text)
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def _decode(self, ids: Sequence[int]) -> str:

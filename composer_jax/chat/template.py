@@ -20,6 +20,7 @@ from jinja2 import ext
 from jinja2 import sandbox
 import tokenizers
 
+from composer_jax.agents import tools as agent_tools
 from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
@@ -121,11 +122,17 @@ def _map_strings(value: Any, change) -> Any:
   return value
 
 
-def _unused(value: Any, count: int) -> list[str]:
-  """Private-use characters that no string of `value` holds."""
-  used = set().union(*_strings(value))
-  free = (c for c in map(chr, range(0xE000, 0xF900)) if c not in used)
-  return [next(free) for _ in range(count)]
+# Stand-ins are pairs of surrogates, which no legible text contains.
+_PLANES = 1024
+_HERE = chr(0xD800 + _PLANES - 1) + chr(0xDFFF)  # the last of them
+
+
+def _stand_in(number: int) -> str:
+  return chr(0xD800 + number // _PLANES) + chr(0xDC00 + number % _PLANES)
+
+
+def _legible(value: Any) -> Any:
+  return _map_strings(value, agent_tools.legible)
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -138,7 +145,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
   function = dict(call['function'])
-  function['arguments'] = tool_calls.parsed(function['arguments'])
+  function['arguments'] = _legible(tool_calls.parsed(function['arguments']))
   return {**call, 'function': function}
 
 
@@ -205,7 +212,7 @@ class ChatFormat:
     Raises:
       ValueError: the template refuses the conversation.
     """
-    return self._ids(*self._render(messages, tools))
+    return self._ids(*self._render(_legible(messages), tools))
 
   def tail(
       self,
@@ -225,12 +232,12 @@ class ChatFormat:
     Raises:
       ValueError: see `prompt`.
     """
-    (mark,) = _unused(messages, 1)
-    stand_in = {'role': 'assistant', 'content': mark}
+    messages = _legible(messages)
+    stand_in = {'role': 'assistant', 'content': _HERE}
     text, hidden = self._render(
         [*messages[: known - 1], stand_in, *messages[known:]], tools
     )
-    _, found, rest = text.rpartition(mark)
+    _, found, rest = text.rpartition(_HERE)
     if not found:
       raise ValueError('chat template: it drops the content of a reply')
     ids = self._ids(rest, hidden)
@@ -254,10 +261,10 @@ class ChatFormat:
     Raises:
       ValueError: see `prompt`.
     """
-    (mark,) = _unused([before, after], 1)
-    message = {'role': 'user', 'content': f'{before}{mark}{after}'}
+    before, after = _legible([before, after])
+    message = {'role': 'user', 'content': f'{before}{_HERE}{after}'}
     text, hidden = self._render([message], tools)
-    start, _, end = text.partition(mark)
+    start, _, end = text.partition(_HERE)
     return [*self._ids(start, hidden), *ids, *self._ids(end, hidden)]
 
   def turn(
@@ -277,7 +284,7 @@ class ChatFormat:
       ValueError: see `prompt`; or the template writes the reply in a way that
         does not follow its prompt, or without a stop token.
     """
-    messages = messages[: index + 1]
+    messages = _legible(messages[: index + 1])
     before, hidden = self._render(messages, tools, index)
     after, _ = self._render(messages, tools)
     common = len(os.path.commonprefix([before, after]))
@@ -301,9 +308,9 @@ class ChatFormat:
       (text, stand-ins in it -> special tokens that content spells), the same
       stand-ins whatever the count.
     """
-    data = [list(map(_plain, messages)), list(tools)]
+    data = [list(map(_plain, messages)), _legible(list(tools))]
     spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
-    hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
+    hidden = {_stand_in(i): special for i, special in enumerate(spelled)}
     for mark, text in sorted(hidden.items(), key=lambda x: -len(x[1])):
       data = _map_strings(
           data, lambda s, old=text, new=mark: s.replace(old, new)
@@ -334,6 +341,7 @@ class ChatFormat:
 
   def encode(self, text: str) -> list[int]:
     """Ids of text, none of which is a special token."""
+    text = agent_tools.legible(text)
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def text(self, ids: Sequence[int]) -> str:

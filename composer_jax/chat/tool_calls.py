@@ -8,6 +8,8 @@ import json
 import re
 from typing import Any
 
+from composer_jax.agents import tools
+
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
@@ -54,6 +56,12 @@ def parsed(arguments: Any) -> Any:
   return arguments
 
 
+def _text(arguments: dict[str, Any]) -> str:
+  """JSON text that has an encoding, whatever strings are in it."""
+  text = json.dumps(arguments, ensure_ascii=False)
+  return text if text == tools.legible(text) else json.dumps(arguments)
+
+
 def _json_call(text: str) -> ToolCall:
   fields = json.loads(text)
   if not isinstance(fields, dict) or not isinstance(fields.get('name'), str):
@@ -63,7 +71,7 @@ def _json_call(text: str) -> ToolCall:
     arguments = json.loads(arguments)
   if not isinstance(arguments, dict):
     raise ValueError('arguments are no object')
-  return ToolCall(fields['name'], json.dumps(arguments, ensure_ascii=False))
+  return ToolCall(tools.legible(fields['name']), _text(arguments))
 
 
 _FUNCTION = re.compile(r'\s*<function=([^>\s]+)>(.*)</function>\s*', re.S)
@@ -80,7 +88,7 @@ def _xml_call(text: str) -> ToolCall:
       arguments[key] = json.loads(value)
     except (ValueError, RecursionError):
       arguments[key] = value
-  return ToolCall(match[1], json.dumps(arguments, ensure_ascii=False))
+  return ToolCall(match[1], _text(arguments))
 
 
 def _kimi_call(text: str) -> ToolCall:

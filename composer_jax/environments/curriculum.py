@@ -53,7 +53,7 @@ def fold(tally: Tally, groups: Iterable[tuple[str, float]]) -> Tally:
   decay = 0.5 ** (1 / _HALF_LIFE_STEPS)
   out = {k: (decay * a, decay * n) for k, (a, n) in tally.items()}
   for kind, value in groups:
-    for key in (kind, _ALL):
+    for key in dict.fromkeys((kind, _ALL)):  # a group counts once
       total, n = out.get(key, (0.0, 0.0))
       out[key] = total + value, n + 1.0
   return out

@@ -243,19 +243,20 @@ class HarborDirectory:
     """Returns task `index` of a split.
 
     Raises:
-      ValueError: there are no tasks of this split.
+      ValueError: there are no tasks of this split, or two have one id.
       IndexError: the last training task lies before.
     """
-    names = _splits(self.path).get(split, ())
+    names = _order(self.path, self.seed, split)
     if not names:
       raise ValueError(f'split={split!r}: {self.path} has no such tasks')
     if split == 'train' and index >= len(names):
       raise IndexError(f'{self.path} has {len(names)} tasks to train on')
-    order = random.Random(f'{self.seed}/{split}').sample(names, len(names))
-    return read(pathlib.Path(self.path, order[index % len(names)])).task
+    return read(pathlib.Path(self.path, names[index % len(names)])).task
 
   def _built(self, task: task_lib.Task) -> Built:
-    return read(pathlib.Path(self.path, folder_name(task.id)))
+    folders = _opened(self.path)[1]
+    name = folders.get(task.id, folder_name(task.id))
+    return read(pathlib.Path(self.path, name))
 
   def hidden(self, task: task_lib.Task) -> task_lib.Suite:
     """Returns the tests that decide.
@@ -300,13 +301,35 @@ def folder_name(task_id: str) -> str:
   return task_id.replace('/', '-')
 
 
+@functools.lru_cache(maxsize=32)
+def _order(path: str, seed: int, split: str) -> list[str]:
+  """Folders of a split in the order in which they are played."""
+  names = _opened(path)[0].get(split, [])
+  return random.Random(f'{seed}/{split}').sample(names, len(names))
+
+
 @functools.lru_cache(maxsize=8)
-def _splits(path: str) -> dict[str, list[str]]:
-  """Split -> names of its task directories."""
-  out: dict[str, list[str]] = {}
+def _opened(path: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+  """Finds the tasks in a directory.
+
+  Returns:
+    (split -> names of its folders, id of a task -> name of its folder).
+
+  Raises:
+    ValueError: two tasks have one id, by which hidden tests are found.
+  """
+  splits: dict[str, list[str]] = {}
+  folders: dict[str, str] = {}
   # What a killed writer left has a name that starts with a dot.
   for folder in sorted(pathlib.Path(path).glob('[!.]*/task.toml')):
     config = tomllib.loads(folder.read_text('utf-8'))
-    split = config.get('metadata', {}).get('split', 'train')
-    out.setdefault(split, []).append(folder.parent.name)
-  return out
+    meta, name = config.get('metadata', {}), folder.parent.name
+    splits.setdefault(meta.get('split', 'train'), []).append(name)
+    task_id = str(meta.get('id', name))
+    if task_id in folders:
+      raise ValueError(
+          f'{path}: id {task_id!r} is that of {folders[task_id]!r} and {name!r};'
+          ' ids are unique, so change one in its task.toml'
+      )
+    folders[task_id] = name
+  return splits, folders

@@ -101,9 +101,12 @@ class Member:
 
   @property
   def outcome(self) -> str:
-    """'valid' | 'infra' | 'refused' | 'lost'."""
+    """'valid' | 'infra' | 'untrainable' | 'refused' | 'lost'."""
     if self.trajectory is not None:
-      return 'valid' if self.trajectory.valid else 'infra'
+      never = self.trajectory.stop is trace.StopReason.MAX_TOKENS
+      if never and not (self.valid or self.trajectory.segments):
+        return 'untrainable'
+      return 'valid' if self.valid else 'infra'
     return 'refused' if self.refused else 'lost'
 
 

@@ -114,9 +114,11 @@ def metrics(batch: admission.Consumed) -> dict[str, float]:
     n = sum(g.fault == fault for g in batch.untrained)
     out[f'groups/{fault}'] = float(n)
     out[f'groups/{fault}_fraction'] = n / max(1, len(consumed))
-  for outcome in ('valid', 'infra', 'refused', 'lost'):
+  for outcome in ('valid', 'infra', 'untrainable', 'refused', 'lost'):
     n = sum(m.outcome == outcome for m in members)
     out[f'rollouts/{outcome}'] = float(n)
+  failed = [t.stop is trace.StopReason.POLICY_FAILURE for t in generated]
+  out['rollouts/policy_failure'] = float(sum(failed))
   if trained:
     spanning = [np.unique(_sampled_versions(t)).size > 1 for t in trained]
     out['lag/spanning_fraction'] = float(np.mean(spanning))

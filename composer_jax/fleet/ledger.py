@@ -28,7 +28,8 @@ class RolloutRecord:
   Attributes:
     member: number in the group.
     seed: seed of the rollout.
-    outcome: 'valid' | 'infra' | 'refused' | 'lost'.
+    outcome: 'valid' | 'infra' | 'untrainable' (the task's prompt does not fit)
+      | 'refused' | 'lost'.
     spans: per segment, (weight version, tokens in a row with it).
   """
 
@@ -63,6 +64,11 @@ class GroupRecord:
   stratum: str
   mean: float
   variance: float
+
+  @property
+  def judged(self) -> bool:
+    """The rewards say something: too few of them are nobody's failure."""
+    return self.fault != 'too_few'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def _comments(files: Mapping[str, str]) -> int:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
           if token.type == tokenize.COMMENT:
             total += len(token.string)
-      except (tokenize.TokenError, SyntaxError):
+      except (tokenize.TokenError, SyntaxError, ValueError):
         continue  # what came before the error counts
   return total
 

@@ -19,6 +19,7 @@ import numpy as np
 from composer_jax import config
 from composer_jax import task as task_lib
 from composer_jax import trace
+from composer_jax.agents import harness
 from composer_jax.fleet import admission
 from composer_jax.learner import items
 from composer_jax.learner import packing
@@ -248,10 +249,13 @@ def showcase_record(
   tasks = tasks_of(cfg, 'eval')[: cfg.evaluation.showcase]
   record = []
   for i, task in enumerate(tasks):
+    prompt, misfit = harness.prompt_of(task, renderer, cfg.harness)
+    if misfit:
+      continue  # it was not played
     entry = {
         'task_id': task.id,
         'family': task.meta.get('family', ''),
-        'prompt': renderer.text(renderer.encode_task(task)),
+        'prompt': renderer.text(prompt),
     }
     for side, episodes in sides.items():
       entry[side] = _side(cfg, renderer, episodes[i], weights, mesh)

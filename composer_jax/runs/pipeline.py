@@ -35,6 +35,7 @@ from composer_jax.runs import evaluate
 from composer_jax.runs import manifest
 from composer_jax.runs import midtrain
 from composer_jax.runs import player
+from composer_jax.runs import preflight
 from composer_jax.runs import rl
 from composer_jax.runs import run_digest
 from composer_jax.runs import stored_model
@@ -230,6 +231,8 @@ def reinforcement(
     (state, whether all RL steps are done).
   """
   cfg = run.cfg
+  if found := preflight.prompts(cfg, run.renderer):
+    print(found)
   tx = cfg.rl_optimizer.build()
   # The policy that RL started from; a copy, because steps donate their state.
   reference = (

@@ -180,7 +180,8 @@ class Player:
       policy: samples the turns; None for the engine.
 
     Returns:
-      The trajectory; INFRA_ERROR and no reward if it could not be judged.
+      The trajectory; INFRA_ERROR and no reward if it could not be judged, and
+      neither a segment nor a reward if the task's prompt does not fit.
     """
     policy = policy or self._policy
     await self.feed.wait_for(oldest_version)
@@ -193,6 +194,16 @@ class Player:
           cfg=self._cfg.harness,
           seed=seed,
           temperature=temperature,
+      )
+    if episode.stop is trace.StopReason.MAX_TOKENS and not episode.segments:
+      return trace.Trajectory(
+          task_id=task_id,
+          group_id=task_id.rpartition('/')[0],
+          segments=(),
+          reward=None,
+          reward_parts={},
+          stop=episode.stop,
+          meta={**task.meta, **episode.meta},
       )
     if episode.submission is not None:
       with self.environment:

@@ -8,13 +8,18 @@ that ends too early or that nothing grades, too little memory, no safe sandbox.
 from __future__ import annotations
 
 from composer_jax import config
+from composer_jax.agents import harness
 from composer_jax.chat import compact_renderer
 from composer_jax.data import corpus
 from composer_jax.data import shards
+from composer_jax.environments import curriculum
 from composer_jax.learner import loss_inputs
 from composer_jax.runs import evaluate
 from composer_jax.runs import plan
 from composer_jax.runs import player
+
+_BEYOND = 1 << 40  # an index that only an endless source has
+_LOOKED_AT = 64  # tasks of such a source
 
 
 def check(
@@ -37,6 +42,42 @@ def check(
   _tasks(cfg, rl)
   if rl:
     player.isolation()
+
+
+def prompts(cfg: config.Experiment, renderer: harness.Renderer) -> str:
+  """Looks at the prompts of training tasks: all of them, if they ever end.
+
+  Args:
+    cfg: The experiment.
+    renderer: Renderer of its tasks.
+
+  Returns:
+    How many cannot be played, for people; '' if all can be.
+
+  Raises:
+    ValueError: None can be played, or two tasks have one id.
+  """
+  finite = not curriculum.has(cfg.tasks, _BEYOND, 1)
+  ids: set[str] = set()
+  reasons = []
+  for index in range(_BEYOND if finite else _LOOKED_AT):
+    try:
+      task = cfg.tasks.task(index, 'train')
+    except IndexError:
+      break
+    if finite and task.id in ids:
+      raise ValueError(f'tasks: two have the id {task.id!r}; rename one')
+    ids.add(task.id)
+    _, misfit = harness.prompt_of(task, renderer, cfg.harness)
+    reasons += [misfit] if misfit else []
+  if not reasons:
+    return ''
+  if len(reasons) == len(ids):
+    raise ValueError(f'tasks: no prompt fits; the first: {reasons[0]}')
+  return (
+      f'{len(reasons)} of {len(ids)} training tasks are untrainable and will be'
+      f' skipped; the first: {reasons[0]}'
+  )
 
 
 def _memory(cfg: config.Experiment, memory_bytes: int | None) -> None:

@@ -95,7 +95,9 @@ class Rollouts:
       self, version: int, records: tuple[ledger_lib.GroupRecord, ...]
   ) -> None:
     groups = [
-        (g.stratum, curriculum.worth(g.mean, g.variance)) for g in records
+        (g.stratum, curriculum.worth(g.mean, g.variance))
+        for g in records
+        if g.judged
     ]
     tally = curriculum.fold(self._tallies[-1][1], groups)
     self._tallies.append((version, tally))

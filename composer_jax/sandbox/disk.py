@@ -55,8 +55,8 @@ def get(paths, limit, out):
           if len(content) <= limit:
             files[path] = base64.b64encode(content).decode()
       os.close(at)
-    except OSError:
-      continue  # missing, a link, a device: the same as not there
+    except (OSError, ValueError):
+      continue  # missing, a link, a device, no name: the same as not there
   out.write(json.dumps(files).encode())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
+import logging
 from typing import Any
 
 from composer_jax import task as task_lib
@@ -22,6 +23,7 @@ from composer_jax.sandbox import pool as pool_lib
 from composer_jax.sandbox import suite
 from composer_jax.sandbox import suspicion
 
+_Hidden = Sequence[task_lib.Case] | task_lib.Suite
 _LINE_BYTES = 4096  # average room for one output
 
 
@@ -129,7 +131,7 @@ async def grade(
     session: pool_lib.Session,
     task: task_lib.Task,
     submission: Mapping[str, str],
-    hidden: Sequence[task_lib.Case] | task_lib.Suite,
+    hidden: _Hidden,
 ) -> Grade:
   """Grades a submission by the tests that the policy never saw.
 
@@ -164,11 +166,20 @@ async def grade(
   return Grade(passed, outputs.failure, reason=', '.join(errors)[:80])
 
 
+def _key(
+    task: task_lib.Task, submission: Mapping[str, str], hidden: _Hidden
+) -> str:
+  """Digest of all that `grade` looks at; a name would be somebody's promise."""
+  files = [sorted(f.items()) for f in (submission, task.files)]
+  content = repr([files, task.meta.get('entry'), task.limits, hidden])
+  return hashlib.sha256(content.encode()).hexdigest()
+
+
 class Grader:
   """Grades submissions of one task source, each distinct one once.
 
   The members of a group often submit the same text. A verdict is a function
-  of the text, so it is shared, unless it is invalid.
+  of the text and of what grades it, so it is shared, unless it is invalid.
 
   Attributes:
     asked: verdicts given.
@@ -192,12 +203,14 @@ class Grader:
       self, task: task_lib.Task, submission: Mapping[str, str]
   ) -> Grade:
     """Returns the verdict on a submission of `task`."""
-    content = json.dumps([task.id, task.seed, sorted(submission.items())])
-    key = hashlib.sha256(content.encode()).hexdigest()
+    hidden = self._source.hidden(task)
+    key = _key(task, submission, hidden)
     self.asked += 1
     if key not in self._grades:
       self.run += 1
-      self._grades[key] = asyncio.create_task(self._grade(task, submission))
+      self._grades[key] = asyncio.create_task(
+          self._grade(task, submission, hidden)
+      )
       if len(self._grades) > self._remembered:
         del self._grades[next(iter(self._grades))]
     # One rollout that is cancelled must not take the verdict of the others.
@@ -207,11 +220,15 @@ class Grader:
     return verdict
 
   async def _grade(
-      self, task: task_lib.Task, submission: Mapping[str, str]
+      self, task: task_lib.Task, submission: Mapping[str, str], hidden: _Hidden
   ) -> Grade:
     try:
       async with self._pool.session() as session:
-        hidden = self._source.hidden(task)
         return await grade(session, task, submission, hidden)
     except pool_lib.SandboxError as e:
       return Grade((), valid=False, reason=str(e))
+    except Exception as e:  # whoever finds such a text must not end the run
+      logging.exception('%s: booked as a failure of the policy', task.id)
+      is_suite = isinstance(hidden, task_lib.Suite)
+      tests = hidden.fail_to_pass if is_suite else hidden
+      return Grade((False,) * len(tests), 'died', reason=repr(e)[:80])

@@ -18,6 +18,13 @@ SandboxError = box.SandboxError
 describe = box.describe
 
 
+def _bytes(content: str | bytes) -> bytes:
+  """Content of a file; text that has no encoding becomes a file that has none."""
+  if isinstance(content, str):
+    return content.encode(errors='surrogatepass')
+  return content
+
+
 class Session:
   """One episode's view of a sandbox, borrowed at the first command."""
 
@@ -100,8 +107,7 @@ class Session:
   async def put(self, files: Mapping[str, str | bytes]) -> box.Result:
     """Writes files under /box; not `ok` if the disk is full, say."""
     encoded = {
-        path: base64.b64encode(c.encode() if isinstance(c, str) else c).decode()
-        for path, c in files.items()
+        path: base64.b64encode(_bytes(c)).decode() for path, c in files.items()
     }
     return await self._request(
         {'op': 'put', 'files': encoded}, cpu=5.0, wall=20.0
