@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,23 @@ print('found', found)
     self.assertIn(b'SECRET_0123456789', output)
     self.assertEqual(scanned, b'found 0\n')
     self.assertNotIn(b'found 0\n', control)  # the scanner does see memory
+
+  @parameterized.product(level=_LEVELS)
+  def test_a_child_starts_with_the_signals_of_any_program(self, level):
+    source = """
+import signal
+mine = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+odd = {s for s in signal.valid_signals()
+       if signal.getsignal(s) is not signal.SIG_DFL}
+odd -= {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}
+print(mine, odd, signal.getsignal(signal.SIGINT).__name__)
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+      out = _play(lambda s: s.python(source), level)
+    finally:
+      signal.signal(signal.SIGHUP, before)
+    self.assertEqual(out.output, b'set() set() default_int_handler\n')
 
 
 class SessionTest(parameterized.TestCase):

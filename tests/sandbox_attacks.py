@@ -45,7 +45,7 @@ if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0: print('CLONED')""",
     'kill_the_runner': """
 import os, signal
 for target in (os.getppid(), -os.getpgid(os.getppid())):
-  for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+  for s in range(1, signal.SIGRTMAX + 1):
     try: os.kill(target, s)
     except OSError: pass""",
     'starve_the_runner': """
@@ -106,6 +106,15 @@ import os, time
 while True:
   try: os.fork()
   except OSError: time.sleep(0.01)
+"""
+_THIEF = """
+import ctypes, os
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # own /proc files can be opened
+try: pipe = os.open('/proc/self/fd/1', os.O_RDONLY)
+except OSError: pipe = None
+while True:
+  os.write(1, b'x')
+  if pipe: os.read(pipe, 1)
 """
 _LINKS = """
 import os
@@ -188,6 +197,12 @@ async def _hundred_megabytes(session):
   return (*ends, result.dropped), (b'first\n', b'last\n', 1000, 99_999_011)
 
 
+async def _steal_the_output(session):
+  """What the runner was told it may read is gone when it reads."""
+  result = await session.python(_THIEF, wall_seconds=2, cpu_seconds=60)
+  return result.status, 'timeout'
+
+
 async def _orphan(session):
   marker = f'{time.time_ns() % 10**6 + 10**6}.25'
   start = time.monotonic()
@@ -223,6 +238,7 @@ _LONG = (
     _sleep,
     _big_allocation,
     _hundred_megabytes,
+    _steal_the_output,
     _orphan,
     _links,
 )

@@ -59,6 +59,10 @@ class SandboxError(RuntimeError):
   """The sandbox itself failed: not the policy's fault."""
 
 
+class SandboxDied(SandboxError):
+  """It did so at work; once may be the machine's doing, twice is not."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Caps:
   """Bounds of one sandbox.
@@ -306,7 +310,8 @@ class Box:
     """One round trip.
 
     Raises:
-      SandboxError: the runner is gone, silent or out of step.
+      SandboxDied: the runner is gone, silent or out of step.
+      SandboxError: it was so before.
     """
     data = json.dumps(body).encode()
     nonce = secrets.token_bytes(16)
@@ -319,10 +324,10 @@ class Box:
           return await self._exchange(header + data, nonce)
       except TimeoutError as e:
         self.hang_up()
-        raise SandboxError('sandbox does not answer') from e
+        raise SandboxDied('sandbox does not answer') from e
       except (ConnectionError, EOFError) as e:
         self.hang_up()
-        raise SandboxError(f'sandbox died: {e!r}') from e
+        raise SandboxDied(f'sandbox died: {e!r}') from e
       except BaseException:  # cancelled half way: the reply would be in the way
         self.hang_up()
         raise

@@ -12,6 +12,7 @@ inside; PR_SET_DUMPABLE keeps its memory and descriptors closed; the seccomp
 filter keeps others from changing its limits. Standard library only.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -96,7 +97,9 @@ def _child(connection, size, pipe, jail):
   resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
   if body['op'] == 'shell':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     os.execv('/bin/sh', ['sh', '-c', body['command']])
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.setitimer(signal.ITIMER_PROF, body['cpu'])  # finer than the limit
   with open(pipe, 'wb') as out:
     match body['op']:
@@ -139,7 +142,12 @@ class _Tape:
     self.seen = 0
 
   def read(self, fd):
-    """Reads once; returns the number of bytes, 0 at the end."""
+    """Reads once; returns the number of bytes, 0 at the end.
+
+    Raises:
+      BlockingIOError: nothing is there, though a poll may have seen some: a
+        child can read what it has written.
+    """
     half, at = self._half, self.seen
     end = half
     if at >= half:
@@ -219,8 +227,10 @@ def _watch(pid, source, tape, connection, wall, memory):
       if connection.fileno() in ready:
         _kill_others()
         os._exit(0)
-      if source in ready and not tape.read(source):
-        poll.unregister(source)
+      if source in ready:
+        with contextlib.suppress(BlockingIOError):
+          if not tape.read(source):
+            poll.unregister(source)
       elif process in ready:
         _, status = os.waitpid(pid, 0)
         return 'exited', os.waitstatus_to_exitcode(status)
@@ -247,6 +257,7 @@ def _serve_one(connection, jail, tapes):
     tapes[capacity] = _Tape(capacity)
   tape = tapes[capacity]
   source, pipe = os.pipe()
+  os.set_blocking(source, False)
   pid = os.fork()
   if not pid:
     code = 1
@@ -267,8 +278,9 @@ def _serve_one(connection, jail, tapes):
   os.close(pipe)
   status, code = _watch(pid, source, tape, connection, wall, memory)
   _kill_others()
-  while tape.read(source):
-    pass
+  with contextlib.suppress(BlockingIOError):
+    while tape.read(source):
+      pass
   os.close(source)
   if select.select([connection], [], [], 0)[0]:
     os._exit(71)  # the child left a part of its request: out of step
@@ -282,6 +294,19 @@ def _serve_one(connection, jail, tapes):
   tape.wipe()
 
 
+def _default_signals():
+  """Takes every handler away, those that whoever started us left included.
+
+  Process 1 is spared by the kernel what it has no handler for, and python
+  comes with one for SIGINT.
+  """
+  signal.pthread_sigmask(signal.SIG_SETMASK, [])
+  for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_DFL)
+  for number in (signal.SIGPIPE, signal.SIGXFSZ):  # an error, as in any python
+    signal.signal(number, signal.SIG_IGN)
+
+
 def main(limits, dirs, bare):
   """Serves until the host hangs up.
 
@@ -292,6 +317,7 @@ def main(limits, dirs, bare):
   """
   for name, value in limits.items():
     resource.setrlimit(getattr(resource, name), (value, value))
+  _default_signals()
   with open('/proc/self/oom_score_adj', 'w') as f:
     f.write('1000')  # if the machine runs out of memory, this goes first
   for path in dirs:

@@ -52,6 +52,7 @@ class Grade:
     valid: False if infrastructure failed: no verdict, not a zero.
     reason: one line for people.
     flags: constructs a repair does not need (`suspicion`); then all failed.
+    sandbox_died: why it is not valid; a second time it is the policy's doing.
   """
 
   passed: tuple[bool, ...]
@@ -59,6 +60,7 @@ class Grade:
   valid: bool = True
   reason: str = ''
   flags: tuple[str, ...] = ()
+  sandbox_died: bool = False
 
   @property
   def solved(self) -> bool:
@@ -214,4 +216,5 @@ class Grader:
         hidden = self._source.hidden(task)
         return await grade(session, task, submission, hidden)
     except pool_lib.SandboxError as e:
-      return Grade((), valid=False, reason=str(e))
+      died = isinstance(e, pool_lib.SandboxDied)
+      return Grade((), valid=False, reason=str(e), sandbox_died=died)
