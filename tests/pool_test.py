@@ -118,6 +118,41 @@ while True:
     caps = box.Caps(memory_bytes=128 << 20)
     self.assertEqual(_play(allocate, caps=caps), ('memory', True))
 
+  @parameterized.product(how=tuple(sandbox_attacks.HIDERS))
+  @unittest.skipUnless(_HAS_BWRAP, 'Landlock has no cap on all the memory')
+  def test_memory_that_is_not_resident_counts(self, how):
+    source = sandbox_attacks.HIDERS[how]
+    caps = box.Caps(memory_bytes=64 << 20, open_files=512)
+    result = _play(
+        lambda s: s.python(source, cpu_seconds=60, wall_seconds=60),
+        _BUBBLEWRAP,
+        caps=caps,
+    )
+    self.assertEqual((result.status, result.output), ('memory', b''))
+
+  @parameterized.product(level=_LEVELS)
+  def test_programs_that_lock_and_map_their_own_files_go_on(self, level):
+    source = """
+import fcntl, mmap, os, sqlite3, threading
+for mode in ('delete', 'wal'):
+  with sqlite3.connect(f'{mode}.db') as db:
+    db.execute(f'pragma journal_mode={mode}')
+    db.execute('create table t (x)')
+    db.execute('insert into t values (7)')
+  print(sqlite3.connect(f'{mode}.db').execute('select x from t').fetchall())
+with open('lock', 'w') as f:
+  fcntl.flock(f, fcntl.LOCK_EX)
+  fcntl.lockf(f, fcntl.LOCK_EX)
+held = mmap.mmap(-1, 200 << 20)
+ts = [threading.Thread(target=lambda: bytes(1 << 20)) for _ in range(20)]
+for t in ts: t.start()
+for t in ts: t.join()
+os.chmod('lock', 0o755)
+print(oct(os.stat('lock').st_mode & 0o777))
+"""
+    out = _play(lambda s: s.python(source), level)
+    self.assertEqual(out.output, b'[(7,)]\n[(7,)]\n0o755\n')
+
   def test_memory_of_an_earlier_request_is_not_found(self):
     # Even with its own memory opened up, a child finds no earlier request.
     scan = """

@@ -70,7 +70,8 @@ class Caps:
   Attributes:
     disk_bytes: size of each of /box, /tmp and /dev/shm (they live in memory).
     process_bytes: address space of one process.
-    memory_bytes: resident memory of all processes together.
+    memory_bytes: memory of all processes together; every file and socket
+      counts with what the kernel keeps for it.
     processes: most processes at one time.
     open_files: most files that a process has open.
   """
@@ -148,6 +149,7 @@ def _python(caps: Caps, dirs: Sequence[str], bare: bool) -> list[str]:
   for module in (disk, isolation, child):
     sources[module.__name__] = inspect.getsource(module)
   options = {'limits': limits, 'dirs': list(dirs), 'bare': bare}
+  options['shared'] = bare and os.geteuid() != 0
   program = [_interpreter(), '-I', '-S', '-B', '-c', _BOOTSTRAP]
   return [*program, json.dumps([sources, options])]
 
