@@ -69,7 +69,7 @@ class AttackTest(parameterized.TestCase):
       os.chmod(home, 0o755)
       package = pathlib.Path(home, 'composer_jax', 'sandbox')
       package.mkdir(parents=True)
-      for module in ('box', 'child', 'disk', 'isolation', 'pool'):
+      for module in ('box', 'child', 'disk', 'etc', 'isolation', 'pool'):
         shutil.copy(_ROOT / f'composer_jax/sandbox/{module}.py', package)
       shutil.copy(sandbox_attacks.__file__, home)
       out = subprocess.run(
@@ -152,6 +152,50 @@ print(oct(os.stat('lock').st_mode & 0o777))
 """
     out = _play(lambda s: s.python(source), level)
     self.assertEqual(out.output, b'[(7,)]\n[(7,)]\n0o755\n')
+
+  @parameterized.product(level=_LEVELS)
+  def test_a_session_knows_its_user(self, level):
+    out = _play(
+        lambda s: s.python('import getpass; print(getpass.getuser())'), level
+    )
+    self.assertEqual(out.output, b'sandbox\n')
+    out = _play(
+        lambda s: s.exec("echo a b | awk '{print $2}'; which sh; date +%Z"),
+        level,
+    )
+    self.assertEqual(out.output, b'b\n/usr/bin/sh\nUTC\n')
+
+  @unittest.skipUnless(_HAS_BWRAP, 'Landlock shows files, it makes none')
+  def test_etc_is_small_and_the_same_on_every_machine(self):
+    source = """
+import grp, os, pathlib, pwd, socket, threading, time
+print(pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name)
+print(os.path.expanduser('~'), pathlib.Path.home(), time.tzname)
+server = socket.create_server(('localhost', 0))
+print(socket.create_connection(('localhost', server.getsockname()[1])) != 0)
+print(socket.gethostbyname(socket.gethostname()))
+print(sorted(os.listdir('/etc')))
+try: open('/etc/passwd', 'a'); print('WRITTEN')
+except OSError: pass
+"""
+
+    async def ask(session):
+      shell = await session.exec('whoami; id -un; id -gn; hostname')
+      return shell.output + (await session.python(source)).output
+
+    names = [*('alternatives',) * os.path.isdir('/etc/alternatives')]
+    names += ['group', 'hosts', 'localtime', 'nsswitch.conf', 'passwd']
+    want = f"""sandbox
+sandbox
+sandbox
+sandbox
+sandbox sandbox
+/box /box ('UTC', 'UTC')
+True
+127.0.0.1
+{names}
+"""
+    self.assertEqual(_play(ask, _BUBBLEWRAP).decode(), want)
 
   def test_memory_of_an_earlier_request_is_not_found(self):
     # Even with its own memory opened up, a child finds no earlier request.

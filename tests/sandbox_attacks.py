@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import pwd
 import socket
 import struct
 import subprocess
@@ -27,7 +28,14 @@ import socket
 socket.create_connection(('127.0.0.1', {port}), timeout=2)
 print('CONNECTED')""",
     'read_grader': "print('READ', open('{file}').read())",
-    'read_passwd': "print('READ', open('/etc/passwd').read())",
+    'read_passwd': """
+text = open('/etc/passwd').read()
+if {users!r} & {{line.partition(':')[0] for line in text.splitlines()}}:
+  print('READ')""",
+    'read_etc': """
+import os
+for name in ('shadow', 'ssh', 'ssl', 'hostname', 'resolv.conf', 'machine-id'):
+  if os.access(f'/etc/{{name}}', os.R_OK): open(f'/etc/{{name}}'); print(name)""",
     'write_usr': "open('/usr/attack', 'w').write('x'); print('WROTE')",
     'write_root': "open('/attack', 'w').write('x'); print('WROTE')",
     'remount': """
@@ -264,6 +272,7 @@ async def _programs(session):
     inbox.setblocking(False)
     before = _facts(secret.name)
     facts = {
+        'users': {p.pw_name for p in pwd.getpwall()} - {'root', 'sandbox'},
         'queue': queue,
         'socket': f'{folder}/inbox',
         'calls': {'io_setup': 0 if os.uname().machine == 'aarch64' else 206},

@@ -27,6 +27,7 @@ from typing import Any
 
 from composer_jax.sandbox import child
 from composer_jax.sandbox import disk
+from composer_jax.sandbox import etc
 from composer_jax.sandbox import isolation
 
 _GRACE_SECONDS = 15.0  # beyond a command's deadline, for a loaded machine
@@ -154,9 +155,8 @@ def _python(caps: Caps, dirs: Sequence[str], bare: bool) -> list[str]:
   return [*program, json.dumps([sources, options])]
 
 
-def _bubblewrap(caps: Caps) -> list[str]:
-  command = ['bwrap', '--unshare-all', '--unshare-user']
-  command += ['--uid', '65534', '--gid', '65534', '--disable-userns']
+def _bubblewrap(caps: Caps) -> tuple[list[str], list[int]]:
+  command = ['bwrap', '--unshare-all', '--unshare-user', '--disable-userns']
   command += ['--cap-drop', 'ALL', '--die-with-parent', '--new-session']
   command += ['--as-pid-1', '--clearenv', '--setenv', 'PATH', '/usr/bin']
   command += ['--setenv', 'HOME', '/box', '--setenv', 'LANG', 'C.UTF-8']
@@ -168,12 +168,13 @@ def _bubblewrap(caps: Caps) -> list[str]:
       command += ['--ro-bind', path, path]
   if not _interpreter().startswith('/usr/'):
     command += ['--ro-bind', sys.base_prefix, sys.base_prefix]
-  command += ['--proc', '/proc', '--dev', '/dev']
+  options, fds = etc.bubblewrap()
+  command += [*options, '--proc', '/proc', '--dev', '/dev']
   for path in _DIRS:
     command += ['--size', str(caps.disk_bytes), '--tmpfs', path]
   # Both are memory without a cap, and writable, unless remounted.
   command += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/box']
-  return [*command, *_python(caps, _DIRS, bare=False)]
+  return [*command, *_python(caps, _DIRS, bare=False)], fds
 
 
 def _launch(
@@ -181,11 +182,13 @@ def _launch(
 ) -> tuple[subprocess.Popen[bytes], socket.socket, str | None]:
   """Starts a runner; returns it, our end of its socket, its directory."""
   user = _user()
-  work = None
+  work, fds = None, []
+  env = {'PATH': '/usr/bin:/bin', 'USER': etc.USER, 'LOGNAME': etc.USER}
   if name == 'bubblewrap':
-    command = _bubblewrap(caps)
+    command, fds = _bubblewrap(caps)
   else:
     work = tempfile.mkdtemp(prefix='sandbox-')
+    env |= {'TMPDIR': work, 'HOME': work}
     if user:
       os.chown(work, user['user'], user['group'])
     caps = dataclasses.replace(caps, processes=_nproc(caps.processes))
@@ -200,13 +203,17 @@ def _launch(
           stderr=stderr,
           cwd='/',
           start_new_session=True,
-          env={'PATH': '/usr/bin:/bin', 'TMPDIR': work or '/tmp'},
+          pass_fds=fds,
+          env=env,
           **user,
       )
   except OSError:
     ours.close()
     _remove(work)
     raise
+  finally:
+    for fd in fds:
+      os.close(fd)
   return process, ours, work
 
 
