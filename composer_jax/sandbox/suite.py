@@ -59,7 +59,7 @@ def _parse(output: bytes, nonce: str) -> list[list[str]] | None:
       _, _, _ = row
       if mine != nonce or not all(isinstance(field, str) for field in row):
         return None
-      rows.append(row)
+      rows.append([f.encode(errors='backslashreplace').decode() for f in row])
   except (ValueError, TypeError, RecursionError):
     return None  # the submission can write here, too
   return rows
