@@ -192,6 +192,7 @@ class HarborTest(parameterized.TestCase):
       path.write_text(text)
     _, error = self._preflight(0, train=4, eval=1, heldout=1)
     self.assertIn('hello: has no tests/suite.json', error)
+
   def test_two_tasks_of_one_id_are_refused(self):
     harbor.write(self.root / 'a', _built())
     harbor.write(self.root / 'b', _built(note='other'))

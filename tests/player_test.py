@@ -12,6 +12,7 @@ import jax
 from tests import fresh
 from tests import judge_server
 from tests import sampled_policy
+from tests import sandbox_attacks
 from tests import small_config
 
 from composer_jax import trace
@@ -101,6 +102,37 @@ class JudgedTest(absltest.TestCase):
       self.assertIn('judge_failed', lost.meta['flags'])
       self.assertTrue(failed.valid)
       self.assertEqual(failed.reward, 0.0)
+
+  def test_a_sandbox_that_dies_twice_under_a_rollout_is_its_doing(self):
+    cfg = dataclasses.replace(self.cfg, rewards=(verify.Verify(),))
+    with player.Player(
+        cfg, self.store, self.renderer, device=jax.devices()[3]
+    ) as host:
+
+      def play(turn, name, dying):
+        for pool in dying:
+          for box in pool._idle:
+            sandbox_attacks.dies_when_used(box)
+        return host.call(
+            host.rollout(self.task, name, seed=0, policy=_Policy([turn]))
+        )
+
+      # One pool is the episode's, one the grader's.
+      runs = self.renderer.encode_turn([tools.Run(), tools.Done()])
+      for turn, pool in ((self.gold, host._pools[1]), (runs, host._pools[0])):
+        first, second = (play(turn, 'r/0/0', [pool]) for _ in range(2))
+        self.assertEqual(first.stop, trace.StopReason.INFRA_ERROR)
+        self.assertIsNone(first.reward)
+        self.assertEqual(second.stop, trace.StopReason.POLICY_FAILURE)
+        self.assertEqual((second.valid, second.reward), (True, 0.0))
+        self.assertEqual(second.reward_parts['passed'], 0.0)
+        # Each rollout on its own, and what was booked is forgotten.
+        for name in ('r/0/1', 'r/0/0'):
+          other = play(turn, name, [pool])
+          self.assertEqual(other.stop, trace.StopReason.INFRA_ERROR)
+        for name in ('r/0/1', 'r/0/0'):
+          fine = play(self.gold, name, [])
+          self.assertEqual((fine.valid, fine.reward), (True, 1.0))
 
 
 if __name__ == '__main__':

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,7 @@ class AttackTest(parameterized.TestCase):
       os.chmod(home, 0o755)
       package = pathlib.Path(home, 'composer_jax', 'sandbox')
       package.mkdir(parents=True)
-      for module in ('box', 'child', 'disk', 'isolation', 'pool'):
+      for module in ('box', 'child', 'disk', 'etc', 'isolation', 'pool'):
         shutil.copy(_ROOT / f'composer_jax/sandbox/{module}.py', package)
       shutil.copy(sandbox_attacks.__file__, home)
       out = subprocess.run(
@@ -117,6 +118,85 @@ while True:
     caps = box.Caps(memory_bytes=128 << 20)
     self.assertEqual(_play(allocate, caps=caps), ('memory', True))
 
+  @parameterized.product(how=tuple(sandbox_attacks.HIDERS))
+  @unittest.skipUnless(_HAS_BWRAP, 'Landlock has no cap on all the memory')
+  def test_memory_that_is_not_resident_counts(self, how):
+    source = sandbox_attacks.HIDERS[how]
+    caps = box.Caps(memory_bytes=64 << 20, open_files=512)
+    result = _play(
+        lambda s: s.python(source, cpu_seconds=60, wall_seconds=60),
+        _BUBBLEWRAP,
+        caps=caps,
+    )
+    self.assertEqual((result.status, result.output), ('memory', b''))
+
+  @parameterized.product(level=_LEVELS)
+  def test_programs_that_lock_and_map_their_own_files_go_on(self, level):
+    source = """
+import fcntl, mmap, os, sqlite3, threading
+for mode in ('delete', 'wal'):
+  with sqlite3.connect(f'{mode}.db') as db:
+    db.execute(f'pragma journal_mode={mode}')
+    db.execute('create table t (x)')
+    db.execute('insert into t values (7)')
+  print(sqlite3.connect(f'{mode}.db').execute('select x from t').fetchall())
+with open('lock', 'w') as f:
+  fcntl.flock(f, fcntl.LOCK_EX)
+  fcntl.lockf(f, fcntl.LOCK_EX)
+held = mmap.mmap(-1, 200 << 20)
+ts = [threading.Thread(target=lambda: bytes(1 << 20)) for _ in range(20)]
+for t in ts: t.start()
+for t in ts: t.join()
+os.chmod('lock', 0o755)
+print(oct(os.stat('lock').st_mode & 0o777))
+"""
+    out = _play(lambda s: s.python(source), level)
+    self.assertEqual(out.output, b'[(7,)]\n[(7,)]\n0o755\n')
+
+  @parameterized.product(level=_LEVELS)
+  def test_a_session_knows_its_user(self, level):
+    out = _play(
+        lambda s: s.python('import getpass; print(getpass.getuser())'), level
+    )
+    self.assertEqual(out.output, b'sandbox\n')
+    out = _play(
+        lambda s: s.exec("echo a b | awk '{print $2}'; which sh; date +%Z"),
+        level,
+    )
+    self.assertEqual(out.output, b'b\n/usr/bin/sh\nUTC\n')
+
+  @unittest.skipUnless(_HAS_BWRAP, 'Landlock shows files, it makes none')
+  def test_etc_is_small_and_the_same_on_every_machine(self):
+    source = """
+import grp, os, pathlib, pwd, socket, threading, time
+print(pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name)
+print(os.path.expanduser('~'), pathlib.Path.home(), time.tzname)
+server = socket.create_server(('localhost', 0))
+print(socket.create_connection(('localhost', server.getsockname()[1])) != 0)
+print(socket.gethostbyname(socket.gethostname()))
+print(sorted(os.listdir('/etc')))
+try: open('/etc/passwd', 'a'); print('WRITTEN')
+except OSError: pass
+"""
+
+    async def ask(session):
+      shell = await session.exec('whoami; id -un; id -gn; hostname')
+      return shell.output + (await session.python(source)).output
+
+    names = [*('alternatives',) * os.path.isdir('/etc/alternatives')]
+    names += ['group', 'hosts', 'localtime', 'nsswitch.conf', 'passwd']
+    want = f"""sandbox
+sandbox
+sandbox
+sandbox
+sandbox sandbox
+/box /box ('UTC', 'UTC')
+True
+127.0.0.1
+{names}
+"""
+    self.assertEqual(_play(ask, _BUBBLEWRAP).decode(), want)
+
   def test_memory_of_an_earlier_request_is_not_found(self):
     # Even with its own memory opened up, a child finds no earlier request.
     scan = """
@@ -151,6 +231,23 @@ print('found', found)
     self.assertIn(b'SECRET_0123456789', output)
     self.assertEqual(scanned, b'found 0\n')
     self.assertNotIn(b'found 0\n', control)  # the scanner does see memory
+
+  @parameterized.product(level=_LEVELS)
+  def test_a_child_starts_with_the_signals_of_any_program(self, level):
+    source = """
+import signal
+mine = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+odd = {s for s in signal.valid_signals()
+       if signal.getsignal(s) is not signal.SIG_DFL}
+odd -= {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}
+print(mine, odd, signal.getsignal(signal.SIGINT).__name__)
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+      out = _play(lambda s: s.python(source), level)
+    finally:
+      signal.signal(signal.SIGHUP, before)
+    self.assertEqual(out.output, b'set() set() default_int_handler\n')
 
 
 class SessionTest(parameterized.TestCase):

@@ -6,9 +6,12 @@ gives a pair: what happened and what should have.
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import pathlib
+import pwd
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,14 @@ import socket
 socket.create_connection(('127.0.0.1', {port}), timeout=2)
 print('CONNECTED')""",
     'read_grader': "print('READ', open('{file}').read())",
-    'read_passwd': "print('READ', open('/etc/passwd').read())",
+    'read_passwd': """
+text = open('/etc/passwd').read()
+if {users!r} & {{line.partition(':')[0] for line in text.splitlines()}}:
+  print('READ')""",
+    'read_etc': """
+import os
+for name in ('shadow', 'ssh', 'ssl', 'hostname', 'resolv.conf', 'machine-id'):
+  if os.access(f'/etc/{{name}}', os.R_OK): open(f'/etc/{{name}}'); print(name)""",
     'write_usr': "open('/usr/attack', 'w').write('x'); print('WROTE')",
     'write_root': "open('/attack', 'w').write('x'); print('WROTE')",
     'remount': """
@@ -45,7 +55,7 @@ if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) > 0: print('CLONED')""",
     'kill_the_runner': """
 import os, signal
 for target in (os.getppid(), -os.getpgid(os.getppid())):
-  for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+  for s in range(1, signal.SIGRTMAX + 1):
     try: os.kill(target, s)
     except OSError: pass""",
     'starve_the_runner': """
@@ -83,6 +93,38 @@ for fd in range(256):
 import ctypes
 if ctypes.CDLL(None).shmget(1234, 4096, 0o1666) >= 0: print('SHARED')
 if ctypes.CDLL(None).msgget(1234, 0o1666) >= 0: print('QUEUED')""",
+    'memory_of_nobody': """
+import ctypes, os
+libc = ctypes.CDLL(None)
+try: os.memfd_create('x'); print('MEMFD')
+except OSError: pass
+for name, number in (('secret', 447), ('io_setup', {calls[io_setup]})):
+  if libc.syscall(number, 128, ctypes.byref(ctypes.c_long())) >= 0: print(name)
+for name in ('inotify_init', 'inotify_init1'):
+  if getattr(libc, name)(0) >= 0: print(name)""",
+    'queues_of_the_host': """
+import ctypes
+libc = ctypes.CDLL(None)
+buffer = ctypes.create_string_buffer(4096)
+if libc.msgrcv({queue}, buffer, 1024, 0, 0o4000) >= 0: print('RECEIVED')
+if libc.msgctl({queue}, 0, None) == 0: print('REMOVED')""",
+    'datagrams_to_the_host': """
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK):
+  try: socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b'x', '{socket}')
+  except OSError: pass""",
+    'files_of_the_host': """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+path = '{file}'
+for call in (lambda: os.chmod(path, 0o666), lambda: os.utime(path, (1, 1)),
+             lambda: os.chown(path, -1, os.getgid()),
+             lambda: os.setxattr(path, 'user.x', b'y'),
+             lambda: os.truncate(path, 0), lambda: os.unlink(path),
+             lambda: libc.syscall(452, -100, path.encode(), 0o666, 0),
+             lambda: os.link(path, 'mine'), lambda: os.rename(path, 'mine')):
+  try: call()
+  except OSError: pass""",
     'tracing_and_rings': """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -106,6 +148,71 @@ import os, time
 while True:
   try: os.fork()
   except OSError: time.sleep(0.01)
+"""
+# Holds memory that no process has resident, under a cap of 64 MB.
+HIDERS = {
+    'shared': """
+import mmap, time
+held = mmap.mmap(-1, 300 << 20)
+for k in range(300):
+  held[k << 20:(k + 1) << 20] = bytes(1 << 20)
+  held.madvise(mmap.MADV_DONTNEED)
+time.sleep(20)""",
+    'zero': """
+import mmap, os, time
+zero = os.open('/dev/zero', os.O_RDWR)
+held = mmap.mmap(zero, 300 << 20)
+for k in range(300):
+  held[k << 20:(k + 1) << 20] = bytes(1 << 20)
+  held.madvise(mmap.MADV_DONTNEED)
+time.sleep(20)""",
+    'hidden': """
+import ctypes, mmap, time
+held = mmap.mmap(-1, 300 << 20)
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+time.sleep(20)""",
+    'sockets': """
+import socket, time
+pairs = [socket.socketpair() for _ in range(120)]
+for a, b in pairs:
+  a.setblocking(False)
+  try:
+    while True: a.send(bytes(1 << 16))
+  except OSError: pass
+time.sleep(20)""",
+    'inodes': """
+import os, time
+for k in range(100_000): os.mknod(f'/tmp/{k}')
+time.sleep(20)""",
+}
+# Says whether it sees the lock that its twin in another sandbox holds.
+LOCKS = {
+    'flock': "fcntl.flock(os.open('/usr/bin/env', 0), {how})",
+    'lockf': "fcntl.lockf(os.open('/dev/null', 2), {how})",
+    'open file': (
+        "fcntl.fcntl(os.open('/dev/null', 2), {command},"
+        " struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 0, 0))"
+    ),
+    'lease': (
+        "fcntl.fcntl(os.open('/usr/bin/env', 0), fcntl.F_SETLEASE,"
+        ' fcntl.F_RDLCK)'
+    ),
+}
+SEE = """
+import fcntl, os, struct
+for path, mode in (('/usr/bin/env', 0), ('/dev/null', 2)):
+  asked = struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 0, 0)
+  got = fcntl.fcntl(os.open(path, mode), fcntl.F_GETLK, asked)
+  if struct.unpack_from('h', got)[0] != fcntl.F_UNLCK: print('SEEN')
+"""
+_THIEF = """
+import ctypes, os
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # own /proc files can be opened
+try: pipe = os.open('/proc/self/fd/1', os.O_RDONLY)
+except OSError: pipe = None
+while True:
+  os.write(1, b'x')
+  if pipe: os.read(pipe, 1)
 """
 _LINKS = """
 import os
@@ -132,6 +239,14 @@ os.chmod('.', 0)
 """
 
 
+def _facts(path):
+  found = os.stat(path)
+  return (
+      *(found.st_mode, found.st_mtime_ns, found.st_gid, found.st_size),
+      os.listxattr(path),
+  )
+
+
 async def _programs(session):
   """The short ones, against real things of the host."""
   with contextlib.ExitStack() as stack:
@@ -143,7 +258,24 @@ async def _programs(session):
     secret.write('expected = 42')
     secret.flush()
     os.chmod(secret.name, 0o644)
+    libc = ctypes.CDLL(None)
+    queue = libc.msgget(0, 0o1666)  # of this user, in a space of the machine
+    stack.callback(libc.msgctl, queue, 0, None)
+    libc.msgsnd(queue, struct.pack('l', 1) + b'x', 1, 0)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    os.chmod(folder, 0o755)
+    inbox = stack.enter_context(
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    )
+    inbox.bind(f'{folder}/inbox')
+    os.chmod(f'{folder}/inbox', 0o666)
+    inbox.setblocking(False)
+    before = _facts(secret.name)
     facts = {
+        'users': {p.pw_name for p in pwd.getpwall()} - {'root', 'sandbox'},
+        'queue': queue,
+        'socket': f'{folder}/inbox',
+        'calls': {'io_setup': 0 if os.uname().machine == 'aarch64' else 206},
         'port': listener.getsockname()[1],
         'pid': victim.pid,
         'file': secret.name,
@@ -158,6 +290,14 @@ async def _programs(session):
           'SAFE\n',
           None,
       )
+    yield 'files_are_as_before', _facts(secret.name), before
+    sent = libc.msgctl(queue, 0, None)
+    yield 'queue_is_still_there', sent, 0
+    try:
+      got = inbox.recv(9)
+    except BlockingIOError:
+      got = None
+    yield 'nobody_wrote', got, None
 
 
 async def _fork_bomb(session):
@@ -186,6 +326,12 @@ async def _hundred_megabytes(session):
   result = await session.exec(command, output_bytes=1000)
   ends = result.output[:6], result.output[-5:], len(result.output)
   return (*ends, result.dropped), (b'first\n', b'last\n', 1000, 99_999_011)
+
+
+async def _steal_the_output(session):
+  """What the runner was told it may read is gone when it reads."""
+  result = await session.python(_THIEF, wall_seconds=2, cpu_seconds=60)
+  return result.status, 'timeout'
 
 
 async def _orphan(session):
@@ -223,6 +369,7 @@ _LONG = (
     _sleep,
     _big_allocation,
     _hundred_megabytes,
+    _steal_the_output,
     _orphan,
     _links,
 )
@@ -245,6 +392,30 @@ async def _residue(pool, bare):
   )
 
 
+async def _locks(level):
+  """Two sandboxes: what one locks, the other must not see."""
+  seen = {}
+  async with pool_lib.Pool(2, level=level) as pool:
+    async with pool.session() as first, pool.session() as second:
+      for name, source in LOCKS.items():
+        hold = source.format(how='2', command=37)
+        probe = source.format(how='6', command=37)
+        mine = (
+            'import fcntl, os, struct\ntry: {}\nexcept PermissionError: pass\n'
+        )
+        holder = asyncio.create_task(
+            first.python(
+                mine.format(hold)
+                + "import time\nopen('on', 'w')\ntime.sleep(2)"
+            )
+        )
+        await asyncio.sleep(1)
+        out = await second.python(mine.format(probe) + SEE + "print('free')")
+        await holder
+        seen[name] = out.output
+  return seen, dict.fromkeys(LOCKS, b'free\n')
+
+
 async def play(name):
   """Runs them all at a level; attack -> (what happened, what should)."""
   out = {}
@@ -256,6 +427,7 @@ async def play(name):
         out[attack.__name__] = await attack(session)
         alive = await session.exec('echo $((6*7))', wall_seconds=30)
         out[f'alive after {attack.__name__}'] = alive.output, b'42\n'
+    out['locks'] = await _locks(box.Level(name, 'forced'))
     out['residue'] = await _residue(pool, name == 'landlock')
   return out
 

@@ -270,6 +270,63 @@ class SuiteTest(parameterized.TestCase):
     for grade in grades[4:]:
       self.assertEqual((grade.fraction, grade.valid), (0.0, True))
 
+  def test_a_fixture_that_an_honest_bug_breaks_is_named(self):
+    body = (
+        'class AddTest(unittest.TestCase):\n'
+        '  def test_a(self): self.assertEqual(sol.add(1, 2), 3)\n'
+    )
+    around = {
+        'setUpModule': 'def setUpModule(): sol.name()\n' + body,
+        'setUpClass': body
+        + '  @classmethod\n  def setUpClass(cls): sol.name()\n',
+        'tearDownModule': 'def tearDownModule(): sol.name()\n' + body,
+        'skip': 'def setUpModule():\n  try: sol.name()\n'
+        '  except OSError: raise unittest.SkipTest("away")\n' + body,
+        'test_sol': 'sol.name()\n' + body,
+    }
+    other = (
+        'import unittest\nclass B(unittest.TestCase):\n  def test_b(self): 1\n'
+    )
+    raises = {
+        'plain': "raise OSError('away')",
+        'no text': "raise OSError('away \\ud800')",
+        'silent': 'raise type("E", (OSError,), {"__str__": lambda s: 1 / 0})',
+    }
+
+    async def main():
+      out = {}
+      async with pool_lib.Pool(1) as pool:
+        for name, test in around.items():
+          suite = task_lib.Suite(
+              {
+                  'test_sol.py': 'import unittest, sol\n' + test,
+                  'other.py': other,
+              },
+              ('test_sol', 'other'),
+              ('test_sol.AddTest.test_a', 'other.B.test_b'),
+              (),
+          )
+          for how, source in raises.items():
+            text = _GOOD.replace('return "sol"', source)
+            async with pool.session() as session:
+              out[name, how] = await suite_lib.grade(
+                  session, _TASK, {'sol.py': text}, suite
+              )
+          async with pool.session() as session:
+            good = await suite_lib.grade(
+                session, _TASK, {'sol.py': _GOOD}, suite
+            )
+          self.assertEqual(good, ((True, True), '', ''), name)
+      return out
+
+    for (name, how), (passed, failure, reason) in asyncio.run(main()).items():
+      self.assertEqual(passed, (name == 'tearDownModule', True), name)
+      self.assertEqual(failure, '', name)  # nobody suspects it
+      if not all(passed):
+        fixture = 'setUpModule' if name == 'skip' else name
+        self.assertStartsWith(reason, fixture)
+        self.assertRegex(reason.encode().decode(), 'away|E$', how)
+
   def test_files_that_are_no_python_lie_in_the_working_directory(self):
     test = _TEST.replace('sol.add(5, 5), 10', "open('a/b.txt').read(), 'tests'")
     suite = dataclasses.replace(
@@ -338,6 +395,52 @@ class ValidationTest(parameterized.TestCase):
 
 
 class SuspicionTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('class settrace: pass', 'frames'),
+      ('class A(metaclass=M): pass', 'indirection'),
+      ('class M(type): pass', 'indirection'),
+      ('class A(x, __eq__=3): pass', 'equality'),
+      ('match x:\n  case A(__class__=c): pass', 'reflection'),
+      ('match x:\n  case [*__eq__]: pass', 'equality'),
+      ('match x:\n  case {**settrace}: pass', 'frames'),
+      ('match x:\n  case 1 as settrace: pass', 'frames'),
+      ('f(__eq__=g)', 'equality'),
+      ('try: pass\nexcept E as __builtins__: pass', 'imports'),
+      ('def f(settrace): pass', 'frames'),
+      ('def f():\n  global __builtins__', 'imports'),
+      ('g = getattr\ng(x, "_a" + y)', 'indirection'),
+      ('(g := getattr)(x, y)', 'indirection'),
+      ('list(map(getattr, x, y))', 'indirection'),
+      ('t = type\nt("E", (int,), {})', 'indirection'),
+      ('type(*x)', 'indirection'),
+      ('getattr(*x)', 'indirection'),
+      ('f = "{0.__class__}".format(x)', 'reflection'),
+      ('f = "{0.__cl" "ass__}"', 'reflection'),
+      ('f = "{0.__cl" + "ass__}"', 'reflection'),
+      ('f = "{a[0].__init__.__globals__[sys]}"', 'frames'),
+      ('attrgetter("a.__class__")', 'reflection'),
+      ('operator.attrgetter(x)', 'indirection'),
+      ('operator.methodcaller(x)', 'indirection'),
+  )
+  def test_where_a_name_can_hide(self, source, kind):
+    found = suspicion.flags({'a.py': source}, {}, {}, {})
+    self.assertIn(kind, found)
+
+  @parameterized.parameters(
+      'def f():\n  "open"\ndef g():\n  """Calls `x.__class__`, see {a.__eq__}."""',
+      'class A:\n  """exec"""\n  x = 1\n  "__eq__"',
+      'f"{x.a} and {y!r}"; "{0.a} {b[c]}".format(x, b=y)',
+      'from operator import attrgetter\nk = attrgetter("a.b")',
+      'isinstance(x, type) or type(x) is type\nf(compile=True)',
+      'from abc import ABCMeta\nclass A(metaclass=ABCMeta): pass',
+      'match x:\n  case A(b=c, d=[e, *f]) as g: pass',
+      'try: pass\nexcept E as e: raise ValueError(f"{e}") from e',
+      'x = "__main__"\ny = "a" + "b" * 3',
+  )
+  def test_ordinary_code_has_no_flag(self, source):
+    allowed = {'import': 1}
+    self.assertEqual(suspicion.flags({'a.py': source}, {}, {}, allowed), ())
 
   @parameterized.parameters(
       'import re\nX = re.compile("a")\ndef f(a): return getattr(a, "b", 1)',

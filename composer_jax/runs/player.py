@@ -8,6 +8,7 @@ parts around another `WorkQueue`.
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 import dataclasses
 import threading
@@ -29,6 +30,7 @@ from composer_jax.sandbox import grading
 from composer_jax.sandbox import pool as pool_lib
 
 _SANDBOXES = 4  # warm ones, for episodes and as many for grading
+_DEATHS = 2  # of sandboxes, under one rollout: the policy's doing
 T = TypeVar('T')
 Feed = feed_lib.WeightFeed | feed_lib.FixedFeed
 
@@ -72,6 +74,17 @@ class BusyClock:
       self.seconds += time.perf_counter() - self._since
 
 
+def _blamed(task: task_lib.Task, episode: harness.Episode) -> harness.Episode:
+  """What is booked for a policy under which sandboxes die: it failed."""
+  files = task.files if episode.submission is None else episode.submission
+  return dataclasses.replace(
+      episode,
+      stop=trace.StopReason.POLICY_FAILURE,
+      submission=files,
+      grade=grading.Grade((False,), 'died', reason='its sandboxes died'),
+  )
+
+
 class Player:
   """Engine, weight feed, sandboxes and grader behind one event loop.
 
@@ -108,6 +121,7 @@ class Player:
     self._device = device
     self.renderer = renderer
     self.environment = BusyClock()
+    self._deaths: collections.Counter[str] = collections.Counter()
     self.loop = asyncio.new_event_loop()
     self._thread = threading.Thread(
         target=self.loop.run_forever, name='rollout-host', daemon=True
@@ -180,8 +194,9 @@ class Player:
       policy: samples the turns; None for the engine.
 
     Returns:
-      The trajectory; INFRA_ERROR and no reward if it could not be judged, and
-      neither a segment nor a reward if the task's prompt does not fit.
+      The trajectory; INFRA_ERROR and no reward if it could not be judged (but a
+      rollout under which a sandbox died before has failed), and neither a
+      segment nor a reward if the task's prompt does not fit.
     """
     policy = policy or self._policy
     await self.feed.wait_for(oldest_version)
@@ -209,16 +224,24 @@ class Player:
       with self.environment:
         grade = await self._grader(task, episode.submission)
       episode = dataclasses.replace(episode, grade=grade)
+    infra = episode.stop is trace.StopReason.INFRA_ERROR
+    grade = episode.grade
+    if (infra and session.died) or (grade and grade.sandbox_died):
+      self._deaths[task_id] += 1
+    if self._deaths[task_id] >= _DEATHS:
+      episode = _blamed(task, episode)
     results = await asyncio.gather(
         *(reward(task, episode) for reward in self._cfg.rewards)
     )
     reward = hierarchy.combine(results)
+    if reward.valid:
+      del self._deaths[task_id]  # it will not be played again
     digests = policy.digests
     versions = {int(v) for s in episode.segments for v in s.versions if v >= 0}
     flags = sorted({flag for r in results for flag in r.flags})
     # A grader that failed may do better with a new sandbox, so the rollout is
     # played again; a judge has had its tries, so it only leaves its group.
-    graded = all(r.valid for r in results if r.passed is not None)
+    graded = episode.grade is None or episode.grade.valid
     return trace.Trajectory(
         task_id=task_id,
         group_id=task_id.rpartition('/')[0],

@@ -27,6 +27,7 @@ from typing import Any
 
 from composer_jax.sandbox import child
 from composer_jax.sandbox import disk
+from composer_jax.sandbox import etc
 from composer_jax.sandbox import isolation
 
 _GRACE_SECONDS = 15.0  # beyond a command's deadline, for a loaded machine
@@ -59,6 +60,10 @@ class SandboxError(RuntimeError):
   """The sandbox itself failed: not the policy's fault."""
 
 
+class SandboxDied(SandboxError):
+  """It did so at work; once may be the machine's doing, twice is not."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Caps:
   """Bounds of one sandbox.
@@ -66,7 +71,8 @@ class Caps:
   Attributes:
     disk_bytes: size of each of /box, /tmp and /dev/shm (they live in memory).
     process_bytes: address space of one process.
-    memory_bytes: resident memory of all processes together.
+    memory_bytes: memory of all processes together; every file and socket
+      counts with what the kernel keeps for it.
     processes: most processes at one time.
     open_files: most files that a process has open.
   """
@@ -144,13 +150,13 @@ def _python(caps: Caps, dirs: Sequence[str], bare: bool) -> list[str]:
   for module in (disk, isolation, child):
     sources[module.__name__] = inspect.getsource(module)
   options = {'limits': limits, 'dirs': list(dirs), 'bare': bare}
+  options['shared'] = bare and os.geteuid() != 0
   program = [_interpreter(), '-I', '-S', '-B', '-c', _BOOTSTRAP]
   return [*program, json.dumps([sources, options])]
 
 
-def _bubblewrap(caps: Caps) -> list[str]:
-  command = ['bwrap', '--unshare-all', '--unshare-user']
-  command += ['--uid', '65534', '--gid', '65534', '--disable-userns']
+def _bubblewrap(caps: Caps) -> tuple[list[str], list[int]]:
+  command = ['bwrap', '--unshare-all', '--unshare-user', '--disable-userns']
   command += ['--cap-drop', 'ALL', '--die-with-parent', '--new-session']
   command += ['--as-pid-1', '--clearenv', '--setenv', 'PATH', '/usr/bin']
   command += ['--setenv', 'HOME', '/box', '--setenv', 'LANG', 'C.UTF-8']
@@ -162,12 +168,13 @@ def _bubblewrap(caps: Caps) -> list[str]:
       command += ['--ro-bind', path, path]
   if not _interpreter().startswith('/usr/'):
     command += ['--ro-bind', sys.base_prefix, sys.base_prefix]
-  command += ['--proc', '/proc', '--dev', '/dev']
+  options, fds = etc.bubblewrap()
+  command += [*options, '--proc', '/proc', '--dev', '/dev']
   for path in _DIRS:
     command += ['--size', str(caps.disk_bytes), '--tmpfs', path]
   # Both are memory without a cap, and writable, unless remounted.
   command += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/box']
-  return [*command, *_python(caps, _DIRS, bare=False)]
+  return [*command, *_python(caps, _DIRS, bare=False)], fds
 
 
 def _launch(
@@ -175,11 +182,13 @@ def _launch(
 ) -> tuple[subprocess.Popen[bytes], socket.socket, str | None]:
   """Starts a runner; returns it, our end of its socket, its directory."""
   user = _user()
-  work = None
+  work, fds = None, []
+  env = {'PATH': '/usr/bin:/bin', 'USER': etc.USER, 'LOGNAME': etc.USER}
   if name == 'bubblewrap':
-    command = _bubblewrap(caps)
+    command, fds = _bubblewrap(caps)
   else:
     work = tempfile.mkdtemp(prefix='sandbox-')
+    env |= {'TMPDIR': work, 'HOME': work}
     if user:
       os.chown(work, user['user'], user['group'])
     caps = dataclasses.replace(caps, processes=_nproc(caps.processes))
@@ -194,13 +203,17 @@ def _launch(
           stderr=stderr,
           cwd='/',
           start_new_session=True,
-          env={'PATH': '/usr/bin:/bin', 'TMPDIR': work or '/tmp'},
+          pass_fds=fds,
+          env=env,
           **user,
       )
   except OSError:
     ours.close()
     _remove(work)
     raise
+  finally:
+    for fd in fds:
+      os.close(fd)
   return process, ours, work
 
 
@@ -306,7 +319,8 @@ class Box:
     """One round trip.
 
     Raises:
-      SandboxError: the runner is gone, silent or out of step.
+      SandboxDied: the runner is gone, silent or out of step.
+      SandboxError: it was so before.
     """
     data = json.dumps(body).encode()
     nonce = secrets.token_bytes(16)
@@ -319,10 +333,10 @@ class Box:
           return await self._exchange(header + data, nonce)
       except TimeoutError as e:
         self.hang_up()
-        raise SandboxError('sandbox does not answer') from e
+        raise SandboxDied('sandbox does not answer') from e
       except (ConnectionError, EOFError) as e:
         self.hang_up()
-        raise SandboxError(f'sandbox died: {e!r}') from e
+        raise SandboxDied(f'sandbox died: {e!r}') from e
       except BaseException:  # cancelled half way: the reply would be in the way
         self.hang_up()
         raise

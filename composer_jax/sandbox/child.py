@@ -12,6 +12,7 @@ inside; PR_SET_DUMPABLE keeps its memory and descriptors closed; the seccomp
 filter keeps others from changing its limits. Standard library only.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -36,6 +37,8 @@ REPLY = struct.Struct('>16sBiQI?')
 STATUSES = ('exited', 'timeout', 'memory')
 _TICK_SECONDS = 0.05
 _REAP_SECONDS = 10.0
+_INODE_BYTES = 1024
+_SOCKET_BYTES = 416 << 10  # most that a socket keeps for its reader
 
 
 def canonical(value, depth=0):
@@ -92,11 +95,15 @@ def _child(connection, size, pipe, jail):
     os.dup2(target, fd)  # closes the connection, which is descriptor 0
   if body['op'] != 'reset':  # which may have to make it enterable first
     os.chdir(jail.dirs[0])
+  if body['op'] in ('shell', 'python', 'call'):
+    jail.enter_policy()
   seconds = max(1, int(body['cpu'] + 0.999))
   resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
   if body['op'] == 'shell':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     os.execv('/bin/sh', ['sh', '-c', body['command']])
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.setitimer(signal.ITIMER_PROF, body['cpu'])  # finer than the limit
   with open(pipe, 'wb') as out:
     match body['op']:
@@ -139,7 +146,12 @@ class _Tape:
     self.seen = 0
 
   def read(self, fd):
-    """Reads once; returns the number of bytes, 0 at the end."""
+    """Reads once; returns the number of bytes, 0 at the end.
+
+    Raises:
+      BlockingIOError: nothing is there, though a poll may have seen some: a
+        child can read what it has written.
+    """
     half, at = self._half, self.seen
     end = half
     if at >= half:
@@ -162,17 +174,53 @@ class _Tape:
     self.seen = 0
 
 
-def _resident_bytes():
-  """Resident memory of all processes but this one."""
-  pages = 0
+def _shared_bytes(name, size):
+  """Memory that a process shares with its children; key -> bytes.
+
+  It is there until nobody maps it, resident or not. A process that hides what
+  it maps is charged for all that it may.
+  """
+  out = {}
+  try:
+    with open(f'/proc/{name}/maps') as f:
+      for line in f:
+        span, rights, offset, _, inode, *path = line.split()
+        if rights[3] == 's' and path[:1] == ['/dev/zero']:
+          low, high = (int(end, 16) for end in span.split('-'))
+          out[inode, offset] = int(offset, 16) + high - low
+  except PermissionError:
+    return {name: size}
+  except OSError:  # gone meanwhile
+    return {}
+  return out
+
+
+def _held_bytes(dirs, memory):
+  """Memory of all but this process; above `memory`, at least that much."""
+  private = shared = total = 0
+  sizes = {}
+  page = resource.getpagesize()
   for name in os.listdir('/proc'):
     if name.isdigit() and name != '1':
       try:
         with open(f'/proc/{name}/statm', 'rb') as f:
-          pages += int(f.read().split()[1])
+          size, resident, common = (page * int(n) for n in f.read().split()[:3])
       except OSError:
         continue  # gone meanwhile
-  return pages * resource.getpagesize()
+      sizes[name] = size
+      total += resident
+      private += resident - common
+  nodes = sum((v := os.statvfs(d)).f_files - v.f_ffree for d in dirs)
+  with open('/proc/net/sockstat') as f:
+    sockets = int(f.readline().split()[2])
+  kernel = nodes * _INODE_BYTES + sockets * _SOCKET_BYTES
+  if total + kernel <= memory < sum(sizes.values()) + kernel:
+    maps = {}
+    for name, size in sizes.items():
+      for key, held in _shared_bytes(name, size).items():
+        maps[key] = max(held, maps.get(key, 0))
+    shared = sum(maps.values())
+  return max(total, private + shared) + kernel
 
 
 def _kill_others():
@@ -197,7 +245,7 @@ def _kill_others():
     time.sleep(0.0002)
 
 
-def _watch(pid, source, tape, connection, wall, memory):
+def _watch(pid, source, tape, connection, wall, memory, dirs):
   """Waits for the child, the deadline, the memory cap or a host hang-up."""
   now = time.monotonic()
   deadline, check = now + wall, now + _TICK_SECONDS
@@ -213,14 +261,16 @@ def _watch(pid, source, tape, connection, wall, memory):
         return 'timeout', 0
       if now >= check and memory:
         check = now + _TICK_SECONDS
-        if _resident_bytes() > memory:
+        if _held_bytes(dirs, memory) > memory:
           return 'memory', 0
       ready = dict(poll.poll(1000 * min(deadline - now, _TICK_SECONDS)))
       if connection.fileno() in ready:
         _kill_others()
         os._exit(0)
-      if source in ready and not tape.read(source):
-        poll.unregister(source)
+      if source in ready:
+        with contextlib.suppress(BlockingIOError):
+          if not tape.read(source):
+            poll.unregister(source)
       elif process in ready:
         _, status = os.waitpid(pid, 0)
         return 'exited', os.waitstatus_to_exitcode(status)
@@ -247,6 +297,7 @@ def _serve_one(connection, jail, tapes):
     tapes[capacity] = _Tape(capacity)
   tape = tapes[capacity]
   source, pipe = os.pipe()
+  os.set_blocking(source, False)
   pid = os.fork()
   if not pid:
     code = 1
@@ -265,10 +316,11 @@ def _serve_one(connection, jail, tapes):
       finally:
         os._exit(code & 0xFF)
   os.close(pipe)
-  status, code = _watch(pid, source, tape, connection, wall, memory)
+  status, code = _watch(pid, source, tape, connection, wall, memory, jail.dirs)
   _kill_others()
-  while tape.read(source):
-    pass
+  with contextlib.suppress(BlockingIOError):
+    while tape.read(source):
+      pass
   os.close(source)
   if select.select([connection], [], [], 0)[0]:
     os._exit(71)  # the child left a part of its request: out of step
@@ -282,21 +334,36 @@ def _serve_one(connection, jail, tapes):
   tape.wipe()
 
 
-def main(limits, dirs, bare):
+def _default_signals():
+  """Takes every handler away, those that whoever started us left included.
+
+  Process 1 is spared by the kernel what it has no handler for, and python
+  comes with one for SIGINT.
+  """
+  signal.pthread_sigmask(signal.SIG_SETMASK, [])
+  for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_DFL)
+  for number in (signal.SIGPIPE, signal.SIGXFSZ):  # an error, as in any python
+    signal.signal(number, signal.SIG_IGN)
+
+
+def main(limits, dirs, bare, shared):
   """Serves until the host hangs up.
 
   Args:
     limits: name of a resource limit -> its value, soft and hard.
     dirs: writable directories; the first is the home.
     bare: True without namespaces.
+    shared: True if, without them, other files belong to the same user.
   """
   for name, value in limits.items():
     resource.setrlimit(getattr(resource, name), (value, value))
+  _default_signals()
   with open('/proc/self/oom_score_adj', 'w') as f:
     f.write('1000')  # if the machine runs out of memory, this goes first
   for path in dirs:
     os.chmod(path, 0o700)
-  jail = isolation.Jail(dirs, bare)
+  jail = isolation.Jail(dirs, bare, shared)
   jail.enter_server()
   gc.freeze()
   connection = socket.socket(fileno=0)

@@ -54,6 +54,7 @@ class Grade:
     valid: False if infrastructure failed: no verdict, not a zero.
     reason: one line for people.
     flags: constructs a repair does not need (`suspicion`); then all failed.
+    sandbox_died: why it is not valid; a second time it is the policy's doing.
   """
 
   passed: tuple[bool, ...]
@@ -61,6 +62,7 @@ class Grade:
   valid: bool = True
   reason: str = ''
   flags: tuple[str, ...] = ()
+  sandbox_died: bool = False
 
   @property
   def solved(self) -> bool:
@@ -226,7 +228,8 @@ class Grader:
       async with self._pool.session() as session:
         return await grade(session, task, submission, hidden)
     except pool_lib.SandboxError as e:
-      return Grade((), valid=False, reason=str(e))
+      died = isinstance(e, pool_lib.SandboxDied)
+      return Grade((), valid=False, reason=str(e), sandbox_died=died)
     except Exception as e:  # whoever finds such a text must not end the run
       logging.exception('%s: booked as a failure of the policy', task.id)
       is_suite = isinstance(hidden, task_lib.Suite)

@@ -15,6 +15,7 @@ import json
 from composer_jax.sandbox import box
 
 SandboxError = box.SandboxError
+SandboxDied = box.SandboxDied
 describe = box.describe
 
 
@@ -26,9 +27,14 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 class Session:
-  """One episode's view of a sandbox, borrowed at the first command."""
+  """One episode's view of a sandbox, borrowed at the first command.
+
+  Attributes:
+    died: the sandbox ended, or fell silent, while it worked for this session.
+  """
 
   def __init__(self, pool: Pool):
+    self.died = False
     self._pool = pool
     self._box: box.Box | None = None
 
@@ -40,9 +46,13 @@ class Session:
 
   async def _request(self, body, *, cpu, wall, capacity=1 << 16) -> box.Result:
     mine = await self.open()
-    return await mine.request(
-        {**body, 'cpu': cpu}, wall=wall, capacity=capacity
-    )
+    try:
+      return await mine.request(
+          {**body, 'cpu': cpu}, wall=wall, capacity=capacity
+      )
+    except box.SandboxDied:
+      self.died = True
+      raise
 
   async def exec(
       self,

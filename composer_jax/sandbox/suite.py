@@ -32,6 +32,8 @@ class Outcomes:
   Attributes:
     tests: id -> 'passed', 'failed', 'skipped' or 'none'; canaries apart.
     errors: id -> what went wrong.
+    fixture: what failed around the tests, the first of it; ''. Those that it
+      kept from running are not in `tests`.
     failure: '', 'timeout', 'memory', 'died' (no regular end), 'malformed'
       (somebody else wrote into the report) or 'canary' (one did not fail).
   """
@@ -39,6 +41,7 @@ class Outcomes:
   tests: Mapping[str, str]
   errors: Mapping[str, str]
   failure: str = ''
+  fixture: str = ''
 
 
 def _program(**arguments) -> str:
@@ -56,7 +59,7 @@ def _parse(output: bytes, nonce: str) -> list[list[str]] | None:
       _, _, _ = row
       if mine != nonce or not all(isinstance(field, str) for field in row):
         return None
-      rows.append(row)
+      rows.append([f.encode(errors='backslashreplace').decode() for f in row])
   except (ValueError, TypeError, RecursionError):
     return None  # the submission can write here, too
   return rows
@@ -106,6 +109,8 @@ async def run(
       output_bytes=_REPORT_BYTES,
   )
   rows = None if result.dropped else _parse(result.output, nonce)
+  around = [r for r in rows or () if r[1] == 'fixture']
+  rows = None if rows is None else [r for r in rows if r[1] != 'fixture']
   seen = collections.Counter(name for name, _, _ in rows or ())
   found = {name: outcome for name, outcome, _ in rows or ()}
   ended = found.pop('', None) == 'end' and result.ok
@@ -123,7 +128,8 @@ async def run(
   else:
     failure = ''
   errors = {name: text for name, _, text in rows or () if name in found}
-  return Outcomes(found, errors, failure)
+  fixture = ': '.join((around[0][0], around[0][2])) if around else ''
+  return Outcomes(found, errors, failure, fixture)
 
 
 async def run_suite(
@@ -176,7 +182,9 @@ async def grade(
   good = {i for i, outcome in outcomes.tests.items() if outcome == 'passed'}
   broken = [i for i in suite.pass_to_pass if i not in good]
   if broken:
-    return none, '', f'broke {broken[0]}'
+    why = f' ({outcomes.fixture})' if outcomes.fixture else ''
+    return none, '', f'broke {broken[0]}{why}'
   still = [i for i in suite.fail_to_pass if i not in good]
-  reason = outcomes.errors.get(still[0], 'did not run') if still else ''
+  reason = outcomes.fixture or 'did not run'
+  reason = outcomes.errors.get(still[0], reason) if still else ''
   return tuple(i in good for i in suite.fail_to_pass), '', reason

@@ -18,6 +18,7 @@ import unittest
 
 _FAILED = 'failed'
 _PASSED = 'passed'
+_FIXTURE = 'fixture'
 
 
 class _Memory(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -50,6 +51,13 @@ class _Memory(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     return self._found[fullname][1]
 
 
+def _text(kind, error):
+  try:
+    return f'{kind.__name__}: {error}'
+  except Exception:  # of the submission's own making
+    return kind.__name__
+
+
 class _Report(unittest.TestResult):
   """Writes a line a test: nonce, id, outcome, what went wrong."""
 
@@ -71,16 +79,22 @@ class _Report(unittest.TestResult):
     line = self._dumps([self._nonce, name, outcome, text]) + '\n'
     self._write(self._fd, line.encode())
 
+  def fixture(self, name, text):
+    """Notes why tests did not run, or what went wrong after they had."""
+    self.note(name, _FIXTURE, text)
+
   def _set(self, outcome, error=None):
     if self._outcome is None or outcome == _FAILED:
-      text = '' if error is None else f'{error[0].__name__}: {error[1]}'
-      self._outcome = outcome, text
+      self._outcome = outcome, '' if error is None else _text(*error[:2])
 
   def addSuccess(self, test):
     self._set(_PASSED)
 
   def addError(self, test, err):
-    self._set(_FAILED, err)
+    if isinstance(test, unittest.TestCase):
+      self._set(_FAILED, err)
+    else:
+      self.fixture(test.id(), _text(*err[:2]))
 
   def addFailure(self, test, err):
     self._set(_FAILED, err)
@@ -90,7 +104,10 @@ class _Report(unittest.TestResult):
       self._set(_FAILED, err)
 
   def addSkip(self, test, reason):
-    self._set('skipped')
+    if isinstance(test, unittest.TestCase):
+      self._set('skipped')
+    else:
+      self.fixture(test.id(), f'skipped: {reason}')
 
   def addExpectedFailure(self, test, err):
     self._set(_PASSED)
@@ -131,11 +148,15 @@ _CANARIES = (
 
 
 def _canaries(names, module):
-  """A case per name, each fails in its own way."""
+  """A suite per name, each fails in its own way.
+
+  Whatever becomes of the fixtures of their module, these run.
+  """
   for k, name in enumerate(names):
     *_, group, method = name.split('.')
     body = {method: _CANARIES[k % len(_CANARIES)], '__module__': module}
-    yield [type(group, (unittest.TestCase,), body)(method)]
+    case = type(group, (unittest.TestCase,), body)(method)
+    yield [unittest.BaseTestSuite([case])]
 
 
 def _flat(suite):
@@ -144,6 +165,17 @@ def _flat(suite):
       yield from _flat(test)
     else:
       yield test
+
+
+def _load(name, report):
+  """The tests of a module; none if it cannot be imported."""
+  try:
+    return unittest.defaultTestLoader.loadTestsFromModule(
+        importlib.import_module(name)
+    )
+  except Exception as e:
+    report.fixture(name, _text(type(e), e))
+    return unittest.TestSuite()
 
 
 def main(tests, submission, modules, wanted, canaries, nonce, seed):
@@ -167,9 +199,7 @@ def main(tests, submission, modules, wanted, canaries, nonce, seed):
   for name in finder.names():
     sys.modules.pop(name, None)
   sys.meta_path.insert(0, finder)
-  found = unittest.TestSuite(
-      unittest.defaultTestLoader.loadTestsFromName(name) for name in modules
-  )
+  found = unittest.TestSuite(_load(name, report) for name in modules)
   cases = [t for t in _flat(found) if wanted is None or t.id() in wanted]
   # Whole classes, so that their fixtures run once.
   groups = [list(g) for _, g in itertools.groupby(cases, key=type)]

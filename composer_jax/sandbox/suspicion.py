@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import collections
 from collections.abc import Iterator, Mapping
+import re
 import sys
 
 _KINDS = {
@@ -53,25 +54,74 @@ _BUILTIN = frozenset('exec eval compile open exit quit walk glob'.split())
 _CONFIGURATION = ('conftest.py', 'pytest.ini', 'tox.ini', 'setup.cfg', '.git')
 
 
+# A dunder where a format string or an attrgetter would look it up.
+_LOOKED_UP = re.compile(r'[.\[{](__\w+?__)(?!\w)')
+_GETTERS = frozenset(('attrgetter', 'methodcaller'))
+_ORDINARY_METACLASSES = frozenset(('ABCMeta', 'EnumMeta', 'EnumType', 'type'))
+
+
+def _fields(node: ast.AST) -> Iterator[str]:
+  """Every identifier that a node holds itself, whatever kind of node it is."""
+  for field, value in ast.iter_fields(node):
+    for text in value if isinstance(value, list) else [value]:
+      if isinstance(text, str) and field not in ('type_comment', 'kind'):
+        yield text
+
+
+def _sum(node: ast.AST) -> str:
+  """The text of a sum of constants; '' if it is none."""
+  parts: list[str] = []
+  while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+    if not isinstance(node.right, ast.Constant):
+      return ''
+    parts.append(str(node.right.value))
+    node = node.left
+  if not isinstance(node, ast.Constant):
+    return ''
+  return ''.join([str(node.value), *reversed(parts)])
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+  """Constant texts and sums of them, but those that stand for themselves."""
+  nodes = list(ast.walk(tree))
+  skipped = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+  skipped |= {id(n.left) for n in nodes if isinstance(n, ast.BinOp)}
+  for node in nodes:
+    match node:
+      case ast.Constant(value=str(text)) if id(node) not in skipped:
+        yield text
+      case ast.BinOp() if id(node) not in skipped:
+        yield _sum(node)
+
+
 def _names(tree: ast.AST) -> Iterator[str]:
   """Every name, attribute, import, definition and short text of a module."""
   for node in ast.walk(tree):
     match node:
       case ast.Import(names=names) | ast.ImportFrom(names=names):
         module = getattr(node, 'module', None) or ''
-        for text in [module, *(alias.name for alias in names)]:
-          yield from text.split('.')
-      case ast.Name(id=name):
-        yield name
+        yield from module.split('.')
+        for alias in names:
+          yield from alias.name.split('.')
+      case ast.alias(asname=name):
+        yield name or ''
       case ast.Attribute(attr=name, value=value):
         if isinstance(value, ast.Name) and value.id == 'os':
           yield f'os.{name}'
         if name not in _BUILTIN:
           yield name
-      case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-        yield name
-      case ast.Constant(value=str(text)) if text.isidentifier():
-        yield text  # as in getattr(sys, '_getframe')
+      case ast.keyword(arg=name):
+        if name not in _BUILTIN:
+          yield name or ''
+      case ast.Constant():
+        pass
+      case _:
+        yield from _fields(node)
+  for text in _texts(tree):
+    if text.isidentifier():
+      yield text  # as in getattr(sys, '_getframe')
+    else:
+      yield from _LOOKED_UP.findall(text)
 
 
 def _patches(tree: ast.AST) -> int:
@@ -103,15 +153,38 @@ def _imports(tree: ast.AST) -> int:
   )
 
 
+def _terminal(node: ast.AST) -> str:
+  """Last name of a dotted one."""
+  return getattr(node, 'attr', '') or getattr(node, 'id', '')
+
+
 def _indirect(tree: ast.AST) -> int:
-  """Attributes by computed names, classes made by calls."""
+  """Attributes by computed names, classes made by calls or by other classes."""
+  nodes = list(ast.walk(tree))
+  called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
   count = 0
-  for node in ast.walk(tree):
+  for node in nodes:
     match node:
-      case ast.Call(func=ast.Name(id='getattr'), args=[_, name, *_]):
-        count += not isinstance(name, ast.Constant)
-      case ast.Call(func=ast.Name(id='type'), args=[_, _, _]):
+      case ast.Call(func=ast.Name(id='getattr'), args=[_, ast.Constant(), *_]):
+        pass
+      case ast.Call(func=ast.Name(id='getattr')):
         count += 1
+      case ast.Call(func=ast.Name(id='type'), args=args):
+        count += len(args) > 1 or any(isinstance(a, ast.Starred) for a in args)
+      case ast.Call(func=function, args=args):
+        if _terminal(function) in _GETTERS:
+          count += not all(isinstance(a, ast.Constant) for a in args)
+      case ast.Name(id='getattr'):
+        count += id(node) not in called
+      case ast.Assign(value=value) | ast.NamedExpr(value=value):
+        count += isinstance(value, ast.Name) and value.id == 'type'
+      case ast.ClassDef(bases=bases, keywords=keywords):
+        count += any(_terminal(base) == 'type' for base in bases)
+        count += any(
+            k.arg == 'metaclass'
+            and _terminal(k.value) not in _ORDINARY_METACLASSES
+            for k in keywords
+        )
   return count
 
 
