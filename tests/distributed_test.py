@@ -52,7 +52,7 @@ class WrongJobTest(parameterized.TestCase):
     flags = ('--coordinator=h:1', '--processes=2', '--process=0')
     err = self._refused('rl', *flags)
     self.assertLen(err.splitlines(), 1)
-    self.assertIn('one trainer process', err)
+    self.assertIn('reinforcement learning has one process', err)
 
   def test_slurm_is_asked(self):
     slurm = {

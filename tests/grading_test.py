@@ -131,7 +131,7 @@ def add(a, b): return R(a + b)
     ),
     'flood': 'import os\n' + _WRITE.format(times=100_000) + _GOOD,
     'endless_value': 'def add(a, b):\n  x = []\n  x.append(x)\n  return x\n',
-    'huge_value': 'def add(a, b): return "3" * 10_000_000\n',
+    'huge_value': 'def add(a, b): return "3" * 2_000_000\n',
     'syntax_error': 'def add(a, b) return a + b\n',
     'no_entry': 'def plus(a, b): return a + b\n',
     'empty': '',

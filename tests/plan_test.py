@@ -97,7 +97,7 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('phases.midtrain.rows_per_step=3', r'rows_per_step=3: .* mesh.data=2'),
-      ('rl.rows_per_batch=0', r'rl.rows_per_batch=0: must be a positive'),
+      ('rl.rows_per_batch=1', r'rl.rows_per_batch=1: must be a positive'),
       (
           'phases.warmup.tokens_per_row=80',
           r'phases.warmup.tokens_per_row=80: .* of 32',
