@@ -244,6 +244,7 @@ MAY_CHANGE = (
     'rl.steps',
     'rl.checkpoint_every_steps',
     'rl.eval_every_steps',
+    'rl.stop_on_mismatch',
     'rl.workers',
     'rl.lease_seconds',
     'evaluation.showcase',

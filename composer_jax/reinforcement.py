@@ -114,6 +114,8 @@ class RlConfig:
     workers: Rollouts in flight.
     checkpoint_every_steps: Steps between two checkpoints.
     eval_every_steps: Steps between two evaluations.
+    stop_on_mismatch: Saves and ends the run if decoder and trainer differ in a
+      token that was sampled with the very weights that are trained.
   """
 
   steps: checks.Count = 100
@@ -129,6 +131,7 @@ class RlConfig:
   workers: Annotated[int, Range(1, 65_536)] = 256
   checkpoint_every_steps: checks.Count = 20
   eval_every_steps: checks.Count = 50
+  stop_on_mismatch: bool = False
 
   def __post_init__(self):
     checks.fields(self)

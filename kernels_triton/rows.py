@@ -29,7 +29,9 @@ def run_rows(
 
   The optimization barriers keep padding, slicing and neighbouring operations
   out of the block's fusions; without them the block's code would depend on
-  its surroundings again.
+  its surroundings again. That of params matters where there is one block only:
+  its loop is inlined, and what made them (the transpose of a tied embedding)
+  would be folded into the block's product.
 
   Args:
     f: maps (params, *[ROWS, ...]) to a pytree of [ROWS, ...].
@@ -42,6 +44,7 @@ def run_rows(
   """
   if launch.resolve(implementation) != launch.REFERENCE:
     return f(params, *xs)
+  params = lax.optimization_barrier(params)
   n = xs[0].shape[0]
   size = contract.ROWS
   blocks = -(-n // size)

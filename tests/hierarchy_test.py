@@ -219,6 +219,24 @@ class SignalsTest(parameterized.TestCase):
     self.assertEmpty(signals.alarms(records))
     self.assertEmpty(signals.alarms([{}] * 20))
 
+  @parameterized.parameters(
+      ('no_signal', 'tokens/trained', 0, 1),
+      ('all_invalid', 'behavior/invalid', 1.0, 0.99),
+      ('all_truncated', 'rollouts/truncated_fraction', 1.0, 0.99),
+  )
+  def test_steps_that_teach_nothing(self, name, figure, bad, good):
+    bad, good = {figure: bad}, {figure: good}
+    self.assertEqual(list(signals.alarms([good, bad, bad, bad])), [name])
+    self.assertEmpty(signals.alarms([bad, bad]))
+    self.assertEmpty(signals.alarms([bad, bad, bad, good]))
+
+  def test_a_mismatch_is_one_whatever_its_size(self):
+    quiet, apart = (
+        {'mismatch/max_same_version': value} for value in (0.0, 1e-9)
+    )
+    self.assertEmpty(signals.alarms([apart, quiet]))
+    self.assertEqual(signals.alarms([apart]), {'mismatch': (0.0, 1e-9)})
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -17,6 +17,13 @@ _AMOUNTS = {
     'comment_chars': ('Comments', 'characters that a submission adds'),
     'sampled_tokens': ('Length', 'sampled tokens'),
 }
+# What alarms say that do not compare with the start of the run.
+_WORDS = {
+    'no_signal': 'no group taught anything (all rewards of each were equal)',
+    'all_invalid': 'no turn could be read',
+    'all_truncated': 'every turn was cut at harness.max_turn_tokens',
+    'mismatch': 'decoder and trainer differ with equal weights',
+}
 
 
 def alarms(run: data.RunData) -> dict[str, list[int]]:
@@ -33,9 +40,9 @@ def lines(run: data.RunData) -> list[str]:
   for name, steps in alarms(run).items():
     now = run.last('rl').get(_ALARM + name)
     state = 'over by now' if now is None else f'now {now:.3g}'
+    what = _WORDS.get(name, f'{name} left what it was at the start of the run')
     out.append(
-        f'alarm: {name} left what it was at the start of the run, from RL step'
-        f' {steps[0]} on, {len(steps)} steps, {state}'
+        f'alarm: {what}, from RL step {steps[0]} on, {len(steps)} steps, {state}'
     )
   return out
 

@@ -7,12 +7,13 @@ compared with those of the same run's first steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import io
 import re
 import tokenize
 import typing
+from typing import Any
 
 from composer_jax import task as task_lib
 from composer_jax.agents import harness
@@ -115,13 +116,24 @@ LIMITS: Mapping[str, Limit] = {
 }
 
 
+# Steps in a row that teach nothing before it is an alarm, and what of a step
+# says so. Unlike LIMITS, these need no usual value to compare with.
+_FUTILE_STEPS = 3
+FUTILE: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    'no_signal': lambda r: r.get('tokens/trained') == 0,
+    'all_invalid': lambda r: r.get(PREFIX + 'invalid') == 1.0,
+    'all_truncated': lambda r: r.get('rollouts/truncated_fraction') == 1.0,
+}
+MISMATCH = 'mismatch'  # of equal weights: of any size, it breaks the contract
+
+
 def alarms(
     records: Sequence[Mapping[str, float | None]],
     *,
     reference_steps: int = 10,
     recent_steps: int = 5,
 ) -> dict[str, tuple[float, float]]:
-  """Figures that have left what they were in the first steps of a run.
+  """Figures that are wrong, or have left what they were in the first steps.
 
   A function of what was recorded, so a run that resumes raises the same.
 
@@ -131,17 +143,23 @@ def alarms(
     recent_steps: last steps that say what it is now.
 
   Returns:
-    name -> (usual, now). Empty as long as the two windows overlap.
+    name -> (usual, now); of `LIMITS`, none as long as the two windows overlap.
   """
+  out = {}
+  last = records[-_FUTILE_STEPS:]
+  for name, futile in FUTILE.items():
+    if len(last) == _FUTILE_STEPS and all(map(futile, last)):
+      out[name] = 0.0, 1.0
+  if records and (apart := records[-1].get('mismatch/max_same_version')):
+    out[MISMATCH] = 0.0, apart
   if len(records) < reference_steps + recent_steps:
-    return {}
+    return out
 
   def mean(window, name):
     values = [r.get(name) for r in window]
     known = [v for v in values if v is not None]
     return float(np.mean(known)) if known else None
 
-  out = {}
   for name, limit in LIMITS.items():
     start = mean(records[:reference_steps], name)
     now = mean(records[-recent_steps:], name)

@@ -23,7 +23,6 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
-from composer_jax.fleet import ingest
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import advantages
 from composer_jax.learner import batch as batch_lib
@@ -36,12 +35,11 @@ from composer_jax.rollout import engine as engine_lib
 from composer_jax.runs import player
 from composer_jax.runs import progress
 from composer_jax.runs import rollouts as rollouts_lib
+from composer_jax.runs import step_record
 from composer_jax.runs import writer as writer_lib
 from composer_jax.weights import checkpoint
 from composer_jax.weights import publish
 from kernels_triton import contract
-
-_KEPT_PER_STEP = 16  # trajectories written to disk per step, for people
 
 
 class Outbox:
@@ -186,7 +184,7 @@ def train(
   """
   segments, count = _items(cfg, batch)
   if not segments:
-    return state, {}, 0
+    return state, {'tokens/trained': 0}, 0
   batches, packed = packing.pack_all(
       segments,
       _shape(cfg),
@@ -205,7 +203,7 @@ def train(
       reference=reference,
       on_nonfinite=on_nonfinite,
   )
-  figures |= _staleness(packed, segments, batch.version)
+  figures |= step_record.staleness(packed, segments, batch.version)
   return state, figures, packed.tokens
 
 
@@ -213,65 +211,6 @@ def _shape(cfg: config.Experiment) -> packing.Shape:
   return packing.Shape(
       cfg.rl.rows_per_batch, cfg.rl.tokens_per_row, contract.KEY_BLOCK
   )
-
-
-def _keep(batch: admission.Consumed, folder: pathlib.Path) -> None:
-  """Writes a few trajectories of the step, evenly over its groups."""
-  folder = folder / f'{batch.step:06d}'
-  folder.mkdir(parents=True, exist_ok=True)
-  every = [t for g in batch.groups for t in g.rollouts]
-  for t in every[:: max(1, len(every) // _KEPT_PER_STEP)][:_KEPT_PER_STEP]:
-    prompt, member = admission.parse_task_id(t.task_id)
-    path = folder / f'{prompt}-{member}.traj'
-    path.write_bytes(trace.to_bytes(t))
-
-
-def _rewards(batch: admission.Consumed) -> dict[str, float]:
-  groups = batch.groups + batch.untrained
-  rewards = [[t.reward for t in g.rollouts] for g in groups]
-  rewards = [r for r in rewards if r]
-  flat = [r for group in rewards for r in group]
-  lag = ingest.metrics(batch)
-  return {
-      'reward/mean': float(np.mean(flat)) if flat else 0.0,
-      'reward/best_of_group': (
-          float(np.mean([max(r) for r in rewards])) if rewards else 0.0
-      ),
-      'group/zero_variance_fraction': lag['groups/zero_variance_fraction'],
-      'group/invalid': lag['groups/too_few'],
-      'lost_rollouts': lag['rollouts/lost'] + lag['rollouts/refused'],
-      'staleness/submit_lag_mean': lag.get('lag/submit_mean', 0.0),
-      **{
-          k: v
-          for k, v in lag.items()
-          if k.startswith(('rollouts/', 'length/', 'segments/'))
-      },
-  }
-
-
-def _behavior(batch: admission.Consumed) -> dict[str, float]:
-  """Means of the signals of all rollouts of a step."""
-  parts = [
-      t.reward_parts for g in batch.groups + batch.untrained for t in g.rollouts
-  ]
-  names = sorted({k for p in parts for k in p if k.startswith(signals.PREFIX)})
-  return {k: float(np.mean([p[k] for p in parts if k in p])) for k in names}
-
-
-def _staleness(
-    packed: packing.PackStats, segments: list[items.Item], now: int
-) -> dict[str, Any]:
-  ages = [now - i.trace.versions[i.trace.sampled] for i in segments]
-  counts = np.bincount(np.concatenate([*ages, np.zeros(0, np.int32)]))
-  return {
-      'staleness/token_p95': packed.age_p95,
-      'staleness/token_max': packed.age_max,
-      'staleness/spanning_fraction': packed.mixed_version_fraction,
-      'staleness/histogram': counts.tolist(),
-      'tokens/trained': packed.sampled_tokens - packed.withheld_tokens,
-      'tokens/withheld': packed.withheld_tokens,
-      'tokens/packed_fraction': packed.fill_fraction,
-  }
 
 
 def _due(done: int, every: int, steps: int) -> bool:
@@ -324,6 +263,7 @@ def run(
   how = {'tx': tx, 'mesh': mesh, 'reference': reference}
   done = saved = len(ledger.steps)
   history = [r for r in writer.kept if 'reward/mean' in r]
+  alarms: dict[str, tuple[float, float]] = {}
 
   def save_batch(batch: batch_lib.Batch) -> str:
     path = workdir / f'offending_batch_step{done:06d}.npz'
@@ -361,7 +301,7 @@ def run(
       state, trained, tokens = train(
           cfg, state, batch, on_nonfinite=save_batch, **how
       )
-      figures = _rewards(batch) | _behavior(batch) | trained
+      figures = step_record.of_batch(batch, cfg.harness) | trained
       stepped = time.perf_counter()
       outbox.settle()
       settled = time.perf_counter()
@@ -370,7 +310,7 @@ def run(
       )
       done = len(ledger.steps)
       outbox.send(done, batch.version + 1, state.params, rollouts.published)
-      _keep(batch, workdir / 'trajectories')
+      step_record.keep(batch, workdir / 'trajectories')
       figures |= meter.read(taken, stepped, settled, tokens)
       history.append(figures)
       alarms = signals.alarms(history)
@@ -386,10 +326,16 @@ def run(
           done,
           reward=figures['reward/mean'],
           staleness=figures.get('staleness/token_mean', 0.0),
-          mismatch=figures.get('mismatch/kl_same_version', 0.0),
+          mismatch=(
+              figures['mismatch/kl_same_version']
+              if figures.get('mismatch/same_version_share')
+              else '-'
+          ),
           tokens_per_second=figures['tokens/decode_per_second'],
           alarms=', '.join(alarms) or 'none',
       )
+      if signals.MISMATCH in alarms and rl.stop_on_mismatch:
+        break
       if _due(done, rl.eval_every_steps, rl.steps):
         outbox.settle()
         evaluate(done, outbox.newest)
@@ -397,4 +343,11 @@ def run(
     outbox.settle()
     if saved < done:
       saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
+  if signals.MISMATCH in alarms and rl.stop_on_mismatch:
+    saver.close()
+    raise FloatingPointError(
+        f'step {done}: with equal weights, log-probs of decoder and trainer'
+        f' differ by up to {alarms[signals.MISMATCH][1]:.3g}; the run is saved,'
+        ' and goes on with --set=rl.stop_on_mismatch=false'
+    )
   return state, ledger, done == rl.steps
