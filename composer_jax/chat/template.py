@@ -20,6 +20,7 @@ from jinja2 import ext
 from jinja2 import sandbox
 import tokenizers
 
+from composer_jax.chat import dialects
 from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
@@ -128,26 +129,13 @@ def _unused(value: Any, count: int) -> list[str]:
   return [next(free) for _ in range(count)]
 
 
-def _plain(message: Message) -> dict[str, Any]:
-  """A message as templates expect it: arguments as objects."""
-  out = dict(message)
-  if out.get('tool_calls'):
-    out['tool_calls'] = [_plain_call(call) for call in out['tool_calls']]
-  return out
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-  function = dict(call['function'])
-  function['arguments'] = tool_calls.parsed(function['arguments'])
-  return {**call, 'function': function}
-
-
 class ChatFormat:
   """One model's way to write conversations.
 
   Attributes:
     stop_ids: end a reply.
     vocab_size: ids of the tokenizer, added tokens included.
+    reads_calls: whether a call as the template writes it can be read back.
   """
 
   def __init__(
@@ -189,9 +177,31 @@ class ChatFormat:
       raise ValueError(f'stop={list(stop)}: not in the tokenizer: {unknown}')
     self.stop_ids = frozenset(tokenizer.token_to_id(s) for s in stop)
     self.vocab_size = tokenizer.get_vocab_size()
-    hello, _ = self._render([{'role': 'user', 'content': 'Hello'}], ())
+    self._dialect = dialects.Dialect()
+    hello, _ = self._render([dialects.HELLO], ())
     # Some templates begin the thought themselves.
     self._opened = '<think>' if hello.rstrip().endswith('<think>') else ''
+    self.reads_calls = any(map(self._understands, dialects.of(self._reader)))
+    if not self.reads_calls:
+      self._dialect = dialects.Dialect()
+
+  def _understands(self, dialect: dialects.Dialect) -> bool:
+    """Takes up a dialect; whether a call in it is read back as it was."""
+    self._dialect = dialect
+    said = {'role': 'assistant', 'content': '', 'tool_calls': [dialects.CALL]}
+    try:
+      _, reply = self.turn([dialects.HELLO, said], [dialects.TOOL], 1)
+    except ValueError:
+      return False
+    return [
+        (call.name, json.loads(call.arguments))
+        for call in self.parse(reply, [dialects.TOOL]).tool_calls
+    ] == [
+        (
+            dialects.CALL['function']['name'],
+            dialects.CALL['function']['arguments'],
+        )
+    ]
 
   def prompt(
       self, messages: Sequence[Message], tools: Sequence[Message] = ()
@@ -301,7 +311,7 @@ class ChatFormat:
       (text, stand-ins in it -> special tokens that content spells), the same
       stand-ins whatever the count.
     """
-    data = [list(map(_plain, messages)), list(tools)]
+    data = [list(map(self._dialect.message, messages)), list(tools)]
     spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
     hidden = dict(zip(_unused(data, len(spelled)), spelled, strict=True))
     for mark, text in sorted(hidden.items(), key=lambda x: -len(x[1])):
@@ -346,13 +356,20 @@ class ChatFormat:
     """Text of ids with every special token; for displays only."""
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
-    """Reads a reply; what is no readable tool call stays content."""
-    return tool_calls.read(self._opened + self.text(ids), self._reader)
+  def parse(
+      self, ids: Sequence[int], tools: Sequence[Message] = ()
+  ) -> tool_calls.Reply:
+    """Reads a reply; what is no readable tool call stays content.
+
+    Args:
+      ids: ids of the reply.
+      tools: tools on offer, whose schemas say of what types arguments are.
+    """
+    return tool_calls.read(self._opened + self.text(ids), self._reader, tools)
 
   def visible(self, ids: Sequence[int]) -> str:
     """Content of an unfinished reply that is certain; it only ever grows."""
-    return tool_calls.certain(self._opened + self.text(ids))
+    return tool_calls.certain(self._opened + self.text(ids), self._reader)
 
 
 def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:
