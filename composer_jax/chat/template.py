@@ -217,6 +217,17 @@ class ChatFormat:
     """
     return self._ids(*self._render(messages, tools))
 
+  def rendered(
+      self, messages: Sequence[Message], tools: Sequence[Message] = ()
+  ) -> str:
+    """Text of `prompt`; with stand-ins for special tokens that are spelled."""
+    return self._render(messages, tools)[0]
+
+  def first_special(self, ids: Sequence[int]) -> int | None:
+    """The first special token among ids."""
+    special = set(self._special.values())
+    return next((i for i in ids if i in special), None)
+
   def tail(
       self,
       messages: Sequence[Message],
