@@ -20,7 +20,7 @@ class _Caller(template.ChatFormat):
   Nothing of it is certain to be content before the end.
   """
 
-  def parse(self, ids):
+  def parse(self, ids, tools=()):
     arguments = json.dumps({'command': self.text(ids)})
     return tool_calls.Reply('run it', (tool_calls.ToolCall('run', arguments),))
 

@@ -80,6 +80,7 @@ class ConversionTest(absltest.TestCase):
             'no factor',
         ),
         ({'num_hidden_layers': 3}, 'missing'),
+        ({'num_hidden_layers': '2'}, 'model: config.json: num_hidden_layers'),
     ):
       (self.folder / hf.CONFIG).write_text(json.dumps({**fields, **change}))
       done = self._import()
@@ -88,6 +89,9 @@ class ConversionTest(absltest.TestCase):
       self.assertLen(done.stderr.strip().splitlines(), 1)
       self.assertFalse((self.root / 'new' / 'LATEST').exists())
     (self.folder / hf.CONFIG).write_text(json.dumps(fields))
+    stop = self.folder / 'generation_config.json'
+    stop.write_text('{"eos_token_id": 0}')
+    self.assertIn('ends a reply with', self._import().stderr)
     tokenizer.unlink()
     self.assertIn('has no tokenizer.json', self._import().stderr)
     self.assertEqual(families.to_config(fields), lib.EXPERIMENT.model)

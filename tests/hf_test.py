@@ -401,6 +401,57 @@ class FolderTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'name a folder of a model'):
       hf.read_config(self.folder / 'nothing')
 
+  def test_weights_that_are_no_numbers_are_refused(self):
+    for value in (np.nan, np.inf):
+      self.folder = self.folder.with_name(str(value))
+      self.named['norm'] = np.full_like(self.named['norm'], value)
+      self._save()
+      with self.assertRaisesRegex(ValueError, 'model.norm.weight holds NaN or'):
+        hf.load(self.folder, _SMALL)
+
+  @parameterized.parameters(
+      ('{', 'no JSON'),
+      ('{}', 'has no weight_map'),
+      ('[]', 'has no weight_map'),
+      ('{"weight_map": {}}', 'is no file name'),
+      ('{"weight_map": {"a": "../b"}}', 'is no file name'),
+      ('{"weight_map": {"a": 3}}', 'is no file name'),
+  )
+  def test_a_bad_index_is_named(self, text, part):
+    self._save()
+    index = 'model.safetensors.index.json'
+    (self.folder / index).write_text(text)
+    with self.assertRaisesRegex(ValueError, f'{index}: .*{part}'):
+      hf.load(self.folder, _SMALL)
+
+  def test_a_tensor_that_is_there_twice_is_refused(self):
+    self._save()
+    path = self.folder / 'model.safetensors'
+    tensors = safetensors_numpy.load_file(path)
+    one = {'model.norm.weight': tensors['model.norm.weight'] * 2}
+    safetensors_numpy.save_file(one, self.folder / 'b.safetensors')
+    files = dict.fromkeys(tensors, path.name) | {'x': 'b.safetensors'}
+    index = self.folder / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'weight_map': files}))
+    with self.assertRaisesRegex(ValueError, 'another file has model.norm'):
+      hf.load(self.folder, _SMALL)
+
+  def test_a_head_beside_tied_embeddings_must_be_the_same(self):
+    cfg = dataclasses.replace(_SMALL, tied=True)
+    named = {k: v for k, v in self.named.items() if k != 'unembed'}
+    hf.save(self.folder, cfg, named, {}, 64)
+    path = self.folder / 'model.safetensors'
+    tensors = safetensors_numpy.load_file(path)
+    head = tensors['model.embed_tokens.weight']
+    for other, refused in ((head, False), (head * 2, True)):
+      tensors['lm_head.weight'] = other
+      safetensors_numpy.save_file(tensors, path)
+      if not refused:
+        hf.load(self.folder, cfg)
+        continue
+      with self.assertRaisesRegex(ValueError, 'lm_head.weight is not'):
+        hf.load(self.folder, cfg)
+
   @parameterized.parameters(
       ({'model_type': 'gpt2'}, "model_type='gpt2'; must be one of llama"),
       ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
@@ -413,6 +464,42 @@ class FolderTest(parameterized.TestCase):
       ({'topk_method': 'greedy'}, "topk_method='greedy'.*only 'noaux_tc'"),
       ({'mlp_only_layers': [0]}, r'mlp_only_layers=\[0\] is not supported'),
       ({'hidden_size': None}, 'has no hidden_size'),
+      ({'num_hidden_layers': '2'}, "num_hidden_layers='2': want an integer"),
+      ({'vocab_size': 0}, 'vocab_size=0: want an integer above 0'),
+      ({'max_position_embeddings': 0}, 'max_position_embeddings=0: want'),
+      ({'rope_theta': '1e4'}, "rope_theta='1e4': want a number"),
+      ({'layer_types': ['sliding_attention']}, 'layer_types: only'),
+      ({'rope_local_base_freq': 1e4}, 'rope_local_base_freq=10000.0 is not'),
+      (
+          {
+              'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4},
+              'rope_scaling': {'type': 'yarn', 'factor': 4.0},
+          },
+          'rope_parameters and rope_scaling differ; remove one',
+      ),
+      (
+          {'rope_parameters': {'full_attention': {'rope_theta': 1e6}}},
+          'only one object of numbers for all layers',
+      ),
+      (
+          {'rope_theta': 1e4, 'rope_parameters': {'rope_theta': 1e6}},
+          'rope_theta=10000.0, but 1000000.0 beside rope_type',
+      ),
+      (
+          {
+              'rope_scaling': {
+                  'type': 'yarn',
+                  'factor': 4.0,
+                  'low_freq_factor': 1,
+              }
+          },
+          "rope_type='yarn' does not use low_freq_factor",
+      ),
+      (
+          {'rope_scaling': {'type': 'default', 'mrope_section': 3}},
+          "rope_type='default' does not use mrope_section",
+      ),
+      ({'rope_scaling': {'type': 'yarn', 'factor': '4'}}, "factor='4': want"),
   )
   def test_what_is_not_understood_is_refused(self, change, text):
     fields = {**_COMMON, 'model_type': 'qwen3', **change}
@@ -458,6 +545,12 @@ class FolderTest(parameterized.TestCase):
     found = hf.load(self.folder, cfg, np.float32)
     for name, want in named.items():
       np.testing.assert_array_equal(found[name], want, name)
+    del tensors['model.layers.1.eh_proj.weight']
+    tensors['model.layers.1.mlp.x'] = np.zeros((2, 2), np.float32)
+    safetensors_numpy.save_file(tensors, path)
+    with self.assertRaisesRegex(ValueError, r'unexpected 1: .*1\.mlp\.x'):
+      hf.load(self.folder, cfg, np.float32)
+    del tensors['model.layers.1.mlp.x']
     tensors['model.layers.0.eh_proj.weight'] = np.zeros((2, 2), np.float32)
     safetensors_numpy.save_file(tensors, path)
     with self.assertRaisesRegex(ValueError, r'unexpected 1: .*0\.eh_proj'):

@@ -350,7 +350,9 @@ class ReplyTest(parameterized.TestCase):
   )
   def test_formats(self, template, text):
     reader = tool_calls.reader_of(template)
-    reply = tool_calls.read(text, reader)
+    declared = {'properties': {'a': {'type': 'integer'}}}
+    tools = [{'function': {'name': 'f', 'parameters': declared}}]
+    reply = tool_calls.read(text, reader, tools)
     (call,) = reply.tool_calls
     self.assertEqual((call.name, call.arguments), ('f', '{"a": 1}'))
     self.assertIsNone(reply.content)

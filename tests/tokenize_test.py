@@ -277,7 +277,7 @@ class TokenizeTest(parameterized.TestCase):
       ('suffix', dict(path='.'), 'no .py file'),
       ('parquet', dict(path='bad.parquet'), 'no readable Parquet'),
       ('taken', dict(out='.'), 'holds no index.json'),
-      ('roles', dict(path='roles.jsonl', field='messages'), "with 'role'"),
+      ('roles', dict(path='roles.jsonl', field='messages'), 'messages.role='),
       ('tokenizer', dict(tokenizer='good.jsonl'), 'not a tokenizer'),
       ('ids', dict(tokenizer='wide.json', dtype='uint16'), 'has 65537 ids'),
       ('split', dict(heldout=1.0), 'heldout_fraction=1.0'),

@@ -132,7 +132,7 @@ class ChatRenderer:
     """
     if not ids or ids[-1] not in self.stop_ids:
       raise tools.ParseError('turn has no end')
-    found = self._format.parse(ids).tool_calls
+    found = self._format.parse(ids, SCHEMAS).tool_calls
     if not found:
       raise tools.ParseError('no tool call that can be read')
     calls = [tools.call_of(c.name, json.loads(c.arguments)) for c in found]

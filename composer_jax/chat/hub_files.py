@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import json
 import pathlib
+from typing import Any
 
 import tokenizers
 
@@ -26,37 +27,95 @@ def read(
     ValueError: a file is missing, or there is no template.
   """
 
-  def text(name: str) -> str | None:
-    path = folder / name
-    return path.read_text(encoding='utf-8') if path.is_file() else None
-
-  source = text('tokenizer.json')
+  source = _text(folder / 'tokenizer.json')
   if source is None:
     raise ValueError(f'{folder}: has no tokenizer.json')
-  settings = json.loads(text('tokenizer_config.json') or '{}')
-  template = text('chat_template.jinja') or settings.get('chat_template')
-  if not isinstance(template, str):
+  template = _template(folder)
+  if template is None:
     raise ValueError(f'{folder}: has no chat template; add chat_template.jinja')
   names = names_of(folder)
-  tokenizer = tokenizers.Tokenizer.from_str(source)
-  ends = json.loads(text('generation_config.json') or '{}').get('eos_token_id')
-  ends = [ends] if isinstance(ends, int) else ends or []
+  try:
+    tokenizer = tokenizers.Tokenizer.from_str(source)
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    path = folder / 'tokenizer.json'
+    raise ValueError(f'{path}: not a tokenizer: {_line(e)}') from e
+  path = folder / 'generation_config.json'
+  ends = _object(path).get('eos_token_id')
+  ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+  if not all(type(i) is int and i >= 0 for i in ends):
+    raise ValueError(f'{path}: eos_token_id={ends}: want ids of tokens')
   stop = [tokenizer.id_to_token(i) or str(i) for i in ends]
   return source, template, tuple(stop or [names.get('eos_token', '')]), names
+
+
+def _text(path: pathlib.Path) -> str | None:
+  """Text of a file, if it is there; some begin with a byte order mark."""
+  try:
+    return path.read_text(encoding='utf-8-sig') if path.is_file() else None
+  except (OSError, UnicodeDecodeError) as e:
+    raise ValueError(f'{path}: no readable text: {_line(e)}') from e
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
+  """Fields of a JSON file, none if it is not there."""
+  try:
+    fields = json.loads(_text(path) or '{}')
+  except (json.JSONDecodeError, RecursionError) as e:
+    raise ValueError(f'{path}: no JSON: {_line(e)}') from e
+  if not isinstance(fields, dict):
+    raise ValueError(f'{path}: holds no JSON object')
+  return fields
+
+
+def _line(error: Exception) -> str:
+  return str(error).partition('\n')[0]
+
+
+def _template(folder: pathlib.Path) -> str | None:
+  """The template, or one made of those that have names."""
+  path = folder / 'tokenizer_config.json'
+  found = _text(folder / 'chat_template.jinja')
+  found = found or _object(path).get('chat_template')
+  named = {
+      p.stem: _text(p)
+      for p in sorted(folder.glob('additional_chat_templates/*.jinja'))
+  }
+  if isinstance(found, list):
+    try:
+      named |= {each['name']: each['template'] for each in found}
+    except (TypeError, KeyError) as e:
+      raise ValueError(
+          f'{path}: chat_template: want a text, or a list of objects with'
+          " 'name' and 'template'"
+      ) from e
+    found = named.get('default', named.get('tool_use'))
+    if found is None:
+      raise ValueError(
+          f"{path}: chat_template: has {sorted(named)}, want 'default'"
+      )
+  tools = named.get('tool_use')
+  for text in (found, tools):
+    if text is not None and not isinstance(text, str):
+      raise ValueError(f'{path}: chat_template: want text')
+  if not found or not tools or tools == found:
+    return found or None
+  # As transformers choose; the signs keep what spaces the templates have.
+  return f'{{% if tools +%}}{tools}{{%+ else +%}}{found}{{%+ endif %}}'
 
 
 def names_of(folder: pathlib.Path) -> dict[str, str]:
   """What a tokenizer's settings call special tokens; empty without settings."""
   path = folder / 'tokenizer_config.json'
-  if not path.is_file():
-    return {}
-  settings = json.loads(path.read_text(encoding='utf-8'))
   # Special tokens are text, or objects that hold it.
-  return {
-      key: value['content'] if isinstance(value, dict) else value
-      for key, value in settings.items()
-      if key.endswith('_token') and value
+  names = {
+      key: value.get('content') if isinstance(value, dict) else value
+      for key, value in _object(path).items()
+      if key.endswith('_token') and value and not isinstance(value, bool)
   }
+  for key, value in names.items():
+    if not isinstance(value, str):
+      raise ValueError(f'{path}: {key}={value!r}: want text')
+  return names
 
 
 def start_id(tokenizer: tokenizers.Tokenizer, names: Mapping[str, str]) -> int:

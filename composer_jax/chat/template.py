@@ -8,7 +8,7 @@ token stays text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import json
 import os
@@ -20,7 +20,8 @@ from jinja2 import ext
 from jinja2 import sandbox
 import tokenizers
 
-from composer_jax.agents import tools as agent_tools
+from composer_jax.chat import dialects
+from composer_jax.chat import texts
 from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
@@ -101,60 +102,13 @@ def _compile(template: str) -> jinja2.Template:
     raise ValueError(f'chat template, line {e.lineno}: {e.message}') from e
 
 
-def _strings(value: Any) -> Iterator[str]:
-  if isinstance(value, str):
-    yield value
-  elif isinstance(value, Mapping):
-    for key, item in value.items():
-      yield from (*_strings(key), *_strings(item))
-  elif isinstance(value, Sequence):
-    for item in value:
-      yield from _strings(item)
-
-
-def _map_strings(value: Any, change) -> Any:
-  if isinstance(value, str):
-    return change(value)
-  if isinstance(value, Mapping):
-    return {change(k): _map_strings(v, change) for k, v in value.items()}
-  if isinstance(value, Sequence):
-    return [_map_strings(item, change) for item in value]
-  return value
-
-
-# Stand-ins are pairs of surrogates, which no legible text contains.
-_PLANES = 1024
-_HERE = chr(0xD800 + _PLANES - 1) + chr(0xDFFF)  # the last of them
-
-
-def _stand_in(number: int) -> str:
-  return chr(0xD800 + number // _PLANES) + chr(0xDC00 + number % _PLANES)
-
-
-def _legible(value: Any) -> Any:
-  return _map_strings(value, agent_tools.legible)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-  """A message as templates expect it: arguments as objects."""
-  out = dict(message)
-  if out.get('tool_calls'):
-    out['tool_calls'] = [_plain_call(call) for call in out['tool_calls']]
-  return out
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-  function = dict(call['function'])
-  function['arguments'] = _legible(tool_calls.parsed(function['arguments']))
-  return {**call, 'function': function}
-
-
 class ChatFormat:
   """One model's way to write conversations.
 
   Attributes:
     stop_ids: end a reply.
     vocab_size: ids of the tokenizer, added tokens included.
+    reads_calls: whether a call as the template writes it can be read back.
   """
 
   def __init__(
@@ -196,9 +150,31 @@ class ChatFormat:
       raise ValueError(f'stop={list(stop)}: not in the tokenizer: {unknown}')
     self.stop_ids = frozenset(tokenizer.token_to_id(s) for s in stop)
     self.vocab_size = tokenizer.get_vocab_size()
-    hello, _ = self._render([{'role': 'user', 'content': 'Hello'}], ())
+    self._dialect = dialects.Dialect()
+    hello, _ = self._render([dialects.HELLO], ())
     # Some templates begin the thought themselves.
     self._opened = '<think>' if hello.rstrip().endswith('<think>') else ''
+    self.reads_calls = any(map(self._understands, dialects.of(self._reader)))
+    if not self.reads_calls:
+      self._dialect = dialects.Dialect()
+
+  def _understands(self, dialect: dialects.Dialect) -> bool:
+    """Takes up a dialect; whether a call in it is read back as it was."""
+    self._dialect = dialect
+    said = {'role': 'assistant', 'content': '', 'tool_calls': [dialects.CALL]}
+    try:
+      _, reply = self.turn([dialects.HELLO, said], [dialects.TOOL], 1)
+    except ValueError:
+      return False
+    return [
+        (call.name, json.loads(call.arguments))
+        for call in self.parse(reply, [dialects.TOOL]).tool_calls
+    ] == [
+        (
+            dialects.CALL['function']['name'],
+            dialects.CALL['function']['arguments'],
+        )
+    ]
 
   def prompt(
       self, messages: Sequence[Message], tools: Sequence[Message] = ()
@@ -212,7 +188,18 @@ class ChatFormat:
     Raises:
       ValueError: the template refuses the conversation.
     """
-    return self._ids(*self._render(_legible(messages), tools))
+    return self._ids(*self._render(texts.legible(messages), tools))
+
+  def rendered(
+      self, messages: Sequence[Message], tools: Sequence[Message] = ()
+  ) -> str:
+    """Text of `prompt`; with stand-ins for special tokens that are spelled."""
+    return self._render(texts.legible(messages), tools)[0]
+
+  def first_special(self, ids: Sequence[int]) -> int | None:
+    """The first special token among ids."""
+    special = set(self._special.values())
+    return next((i for i in ids if i in special), None)
 
   def tail(
       self,
@@ -232,12 +219,12 @@ class ChatFormat:
     Raises:
       ValueError: see `prompt`.
     """
-    messages = _legible(messages)
-    stand_in = {'role': 'assistant', 'content': _HERE}
+    messages = texts.legible(messages)
+    stand_in = {'role': 'assistant', 'content': texts.HERE}
     text, hidden = self._render(
         [*messages[: known - 1], stand_in, *messages[known:]], tools
     )
-    _, found, rest = text.rpartition(_HERE)
+    _, found, rest = text.rpartition(texts.HERE)
     if not found:
       raise ValueError('chat template: it drops the content of a reply')
     ids = self._ids(rest, hidden)
@@ -261,10 +248,10 @@ class ChatFormat:
     Raises:
       ValueError: see `prompt`.
     """
-    before, after = _legible([before, after])
-    message = {'role': 'user', 'content': f'{before}{_HERE}{after}'}
+    before, after = texts.legible([before, after])
+    message = {'role': 'user', 'content': f'{before}{texts.HERE}{after}'}
     text, hidden = self._render([message], tools)
-    start, _, end = text.partition(_HERE)
+    start, _, end = text.partition(texts.HERE)
     return [*self._ids(start, hidden), *ids, *self._ids(end, hidden)]
 
   def turn(
@@ -284,7 +271,7 @@ class ChatFormat:
       ValueError: see `prompt`; or the template writes the reply in a way that
         does not follow its prompt, or without a stop token.
     """
-    messages = _legible(messages[: index + 1])
+    messages = texts.legible(messages[: index + 1])
     before, hidden = self._render(messages, tools, index)
     after, _ = self._render(messages, tools)
     common = len(os.path.commonprefix([before, after]))
@@ -308,11 +295,11 @@ class ChatFormat:
       (text, stand-ins in it -> special tokens that content spells), the same
       stand-ins whatever the count.
     """
-    data = [list(map(_plain, messages)), _legible(list(tools))]
-    spelled = sorted(set(self._split.findall('\n'.join(_strings(data)))))
-    hidden = {_stand_in(i): special for i, special in enumerate(spelled)}
+    data = [list(map(self._dialect.message, messages)), texts.legible(list(tools))]
+    spelled = sorted(set(self._split.findall('\n'.join(texts.strings(data)))))
+    hidden = {texts.stand_in(i): special for i, special in enumerate(spelled)}
     for mark, text in sorted(hidden.items(), key=lambda x: -len(x[1])):
-      data = _map_strings(
+      data = texts.map_strings(
           data, lambda s, old=text, new=mark: s.replace(old, new)
       )
     try:
@@ -341,7 +328,7 @@ class ChatFormat:
 
   def encode(self, text: str) -> list[int]:
     """Ids of text, none of which is a special token."""
-    text = agent_tools.legible(text)
+    text = texts.legible(text)
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def text(self, ids: Sequence[int]) -> str:
@@ -354,13 +341,20 @@ class ChatFormat:
     """Text of ids with every special token; for displays only."""
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
-    """Reads a reply; what is no readable tool call stays content."""
-    return tool_calls.read(self._opened + self.text(ids), self._reader)
+  def parse(
+      self, ids: Sequence[int], tools: Sequence[Message] = ()
+  ) -> tool_calls.Reply:
+    """Reads a reply; what is no readable tool call stays content.
+
+    Args:
+      ids: ids of the reply.
+      tools: tools on offer, whose schemas say of what types arguments are.
+    """
+    return tool_calls.read(self._opened + self.text(ids), self._reader, tools)
 
   def visible(self, ids: Sequence[int]) -> str:
     """Content of an unfinished reply that is certain; it only ever grows."""
-    return tool_calls.certain(self._opened + self.text(ids))
+    return tool_calls.certain(self._opened + self.text(ids), self._reader)
 
 
 def compact(tokenizer: tokenizers.Tokenizer) -> ChatFormat:

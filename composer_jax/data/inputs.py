@@ -105,7 +105,7 @@ def _lines(file: File, field: str, skip: int) -> Iterator[Record]:
       if line.strip():
         try:
           fields = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
           raise ValueError(f'{where}: no JSON: {e}') from e
         if not isinstance(fields, dict) or field not in fields:
           raise ValueError(f'{where}: no field {field!r}; set --field')
@@ -132,15 +132,6 @@ def _rows(file: File, field: str, skip: int) -> Iterator[Record]:
           number += 1
           if number > skip:
             done = file.size * number // total
-            yield Record(f'{file.name}:{number}', _without_none(fields), done)
+            yield Record(f'{file.name}:{number}', fields, done)
   except (pyarrow.ArrowException, OSError) as e:
     raise ValueError(f'{file.path}: no readable Parquet: {e}') from e
-
-
-def _without_none(value: Any) -> Any:
-  """Structs of a column have all keys that any of them has."""
-  if isinstance(value, dict):
-    return {k: _without_none(v) for k, v in value.items() if v is not None}
-  if isinstance(value, list):
-    return [_without_none(v) for v in value]
-  return value

@@ -13,6 +13,7 @@ import tokenizers
 
 from composer_jax.chat import compact_renderer
 from composer_jax.chat import hub_files
+from composer_jax.chat import messages as messages_lib
 from composer_jax.chat import template as template_lib
 from composer_jax.data import corpus
 from composer_jax.data import inputs
@@ -96,15 +97,7 @@ class Encoder:
     A conversation is one document as long as each prompt begins with the one
     before and its reply; templates that drop earlier thoughts begin anew.
     """
-    messages = record.fields[self.field]
-    if not isinstance(messages, list) or not all(
-        isinstance(m, Mapping) and isinstance(m.get('role'), str)
-        for m in messages
-    ):
-      raise ValueError(
-          f"{record.name}: {self.field} must be a list of objects with 'role'"
-      )
-    tools = record.fields.get('tools') or ()
+    messages, tools = self._conversation(record)
     windows: list[list[tuple[list[int], bool]]] = []
     known: list[int] = []
     for i, message in enumerate(messages):
@@ -120,6 +113,22 @@ class Encoder:
       windows[-1] += [(prompt[len(known) :], False), (reply, True)]
       known = prompt + reply
     return [self._window(pieces) for pieces in windows]
+
+  def _conversation(self, record: inputs.Record):
+    """Its (messages, tools) in their normal form."""
+    where, fields = record.name, record.fields
+    listed = fields[self.field]
+    if not isinstance(listed, list):
+      raise ValueError(f'{where}: {self.field} must be a list of messages')
+    messages = []
+    try:
+      tools = messages_lib.tools(fields.get('tools'))
+      for i, message in enumerate(listed):
+        where = f'{record.name}: message {i}'
+        messages.append(messages_lib.message(message))
+    except messages_lib.FieldError as e:
+      raise ValueError(f'{where}: {e}') from e
+    return messages, tools
 
   def _window(self, pieces: list[tuple[list[int], bool]]) -> Document:
     ids = np.concatenate([np.array(ids, np.uint32) for ids, _ in pieces])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_jax import config
-from composer_jax import rope
+from composer_jax.model import hf_rope
 
 # Family -> what its members have beyond grouped-query attention.
 _LATENT = {'deepseek_v3', 'kimi_k2'}
@@ -42,20 +42,13 @@ _FIXED = {
 }
 
 
-def _get(fields: Mapping[str, Any], name: str, *default: Any) -> Any:
-  value = fields.get(name)
-  if value is None and not default:
-    raise ValueError(f'config.json: has no {name}')
-  return default[0] if value is None else value
-
-
 def to_config(fields: Mapping[str, Any]) -> config.ModelConfig:
   """The model that a config.json describes.
 
   Raises:
     ValueError: an unknown family, or a field that is not understood.
   """
-  family = _get(fields, 'model_type')
+  family = hf_rope.get(fields, 'model_type')
   if family not in FAMILIES:
     raise ValueError(
         f'config.json: model_type={family!r}; must be one of'
@@ -68,7 +61,7 @@ def to_config(fields: Mapping[str, Any]) -> config.ModelConfig:
         ' not quantized are read; convert the folder to bfloat16'
     )
   for name, want in _FIXED.items():
-    if _get(fields, name, want) != want:
+    if hf_rope.get(fields, name, want) != want:
       raise ValueError(
           f'config.json: {name}={fields[name]!r} is not supported, only {want!r}'
       )
@@ -77,107 +70,110 @@ def to_config(fields: Mapping[str, Any]) -> config.ModelConfig:
         f'config.json: sliding_window={fields["sliding_window"]!r} is not'
         ' supported, only null'
     )
-  angles = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  _check_types(fields)
+  angles = hf_rope.angles_of(fields)
   return config.ModelConfig(
-      vocab=_get(fields, 'vocab_size'),
-      layers=_get(fields, 'num_hidden_layers'),
-      embed=_get(fields, 'hidden_size'),
-      q_heads=_get(fields, 'num_attention_heads'),
+      vocab=hf_rope.get(fields, 'vocab_size'),
+      layers=hf_rope.get(fields, 'num_hidden_layers'),
+      embed=hf_rope.get(fields, 'hidden_size'),
+      q_heads=hf_rope.get(fields, 'num_attention_heads'),
       qkv_bias=family in _BIAS,
       qk_norm=family in _QK_NORM,
-      tied=_get(fields, 'tie_word_embeddings', False),
+      tied=hf_rope.get(fields, 'tie_word_embeddings', False),
       rope_theta=float(
-          angles.get('rope_theta') or _get(fields, 'rope_theta', 10_000.0)
+          hf_rope.get(
+              angles, 'rope_theta', hf_rope.get(fields, 'rope_theta', 10_000.0)
+          )
       ),
-      rope_scaling=_scaling(fields, angles),
-      norm_eps=_get(fields, 'rms_norm_eps', 1e-6),
+      rope_scaling=hf_rope.scaling_of(fields, angles),
+      norm_eps=hf_rope.get(fields, 'rms_norm_eps', 1e-6),
       **(_latent if family in _LATENT else _grouped)(fields),
       **_ffn(fields, family),
   )
 
 
-def _scaling(
-    fields: Mapping[str, Any], angles: Mapping[str, Any]
-) -> rope.Yarn | rope.Llama3 | None:
-  kind = angles.get('rope_type', angles.get('type', 'default'))
-  if kind not in ('default', *_SCALINGS):
+_COUNTS = (
+    *('vocab_size', 'num_hidden_layers', 'hidden_size', 'intermediate_size'),
+    *('num_attention_heads', 'num_key_value_heads', 'head_dim'),
+    *('max_position_embeddings', 'num_experts', 'num_local_experts'),
+    *('num_experts_per_tok', 'moe_intermediate_size', 'n_routed_experts'),
+    *('kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim'),
+    *('v_head_dim', 'n_group', 'topk_group'),
+    'shared_expert_intermediate_size',
+)
+_NUMBERS = ('rope_theta', 'rms_norm_eps', 'routed_scaling_factor')
+
+
+def _check_types(fields: Mapping[str, Any]) -> None:
+  """Refuses values of another type, which would fail later and namelessly."""
+  for name in _COUNTS:
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+      raise ValueError(
+          f'config.json: {name}={value!r}: want an integer above 0'
+      )
+  hf_rope.check_numbers(fields, _NUMBERS)
+  kinds = fields.get('layer_types') or []
+  if not isinstance(kinds, list) or set(kinds) - {'full_attention'}:
     raise ValueError(
-        f'config.json: rope_type={kind!r} is not supported, only "default",'
-        f' {", ".join(map(repr, _SCALINGS))}'
+        "config.json: layer_types: only 'full_attention' is supported"
     )
-  if kind == 'default':
-    return None
-  window = _get(fields, 'max_position_embeddings')
-  tokens = angles.get('original_max_position_embeddings')
-  factor = _get(angles, 'factor', *([window / tokens] if tokens else []))
-  tokens = tokens or window
-  of, names = _SCALINGS[kind]
-  more = {n: angles[n] for n in names if angles.get(n) is not None}
-  real = {n: x if isinstance(x, bool) else float(x) for n, x in more.items()}
-  return of(float(factor), tokens, **real)
-
-
-# rope_type -> its class, and the fields that have the same names there.
-_SCALINGS = {
-    'yarn': (
-        rope.Yarn,
-        (
-            'beta_fast',
-            'beta_slow',
-            'truncate',
-            'mscale',
-            'mscale_all_dim',
-            'attention_factor',
-        ),
-    ),
-    'llama3': (rope.Llama3, ('low_freq_factor', 'high_freq_factor')),
-}
+  for name, value in fields.items():
+    odd = name.startswith(('rope_', 'rotary_')) and name not in hf_rope.PLACES
+    if odd and value is not None:
+      raise ValueError(f'config.json: {name}={value!r} is not supported')
 
 
 def _grouped(fields: Mapping[str, Any]) -> dict[str, int]:
-  heads = _get(fields, 'num_attention_heads')
+  heads = hf_rope.get(fields, 'num_attention_heads')
   return dict(
-      kv_heads=_get(fields, 'num_key_value_heads', heads),
-      head_dim=_get(fields, 'head_dim', _get(fields, 'hidden_size') // heads),
+      kv_heads=hf_rope.get(fields, 'num_key_value_heads', heads),
+      head_dim=hf_rope.get(
+          fields, 'head_dim', hf_rope.get(fields, 'hidden_size') // heads
+      ),
   )
 
 
 def _latent(fields: Mapping[str, Any]) -> dict[str, int]:
   return dict(
       kv_heads=1,
-      head_dim=_get(fields, 'qk_nope_head_dim'),
-      kv_latent=_get(fields, 'kv_lora_rank'),
-      q_latent=_get(fields, 'q_lora_rank', 0),
-      rope_dim=_get(fields, 'qk_rope_head_dim'),
-      value_dim=_get(fields, 'v_head_dim'),
+      head_dim=hf_rope.get(fields, 'qk_nope_head_dim'),
+      kv_latent=hf_rope.get(fields, 'kv_lora_rank'),
+      q_latent=hf_rope.get(fields, 'q_lora_rank', 0),
+      rope_dim=hf_rope.get(fields, 'qk_rope_head_dim'),
+      value_dim=hf_rope.get(fields, 'v_head_dim'),
   )
 
 
 def _ffn(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
   """What follows attention: one FFN, or experts."""
-  ffn = _get(fields, 'intermediate_size')
+  ffn = hf_rope.get(fields, 'intermediate_size')
   if family not in _MOE:
     return dict(experts=0, top_k=0, moe_ffn=ffn, shared_experts=1)
-  one = ffn if family == 'mixtral' else _get(fields, 'moe_intermediate_size')
+  one = (
+      ffn
+      if family == 'mixtral'
+      else hf_rope.get(fields, 'moe_intermediate_size')
+  )
   out: dict[str, Any] = dict(
-      top_k=_get(fields, 'num_experts_per_tok'), moe_ffn=one
+      top_k=hf_rope.get(fields, 'num_experts_per_tok'), moe_ffn=one
   )
   if family in _LATENT:
-    dense = _get(fields, 'first_k_dense_replace', 0)
+    dense = hf_rope.get(fields, 'first_k_dense_replace', 0)
     return out | dict(
-        experts=_get(fields, 'n_routed_experts'),
-        shared_experts=_get(fields, 'n_shared_experts', 0),
+        experts=hf_rope.get(fields, 'n_routed_experts'),
+        shared_experts=hf_rope.get(fields, 'n_shared_experts', 0),
         dense_layers=dense,
         dense_ffn=ffn if dense else 0,
         router='sigmoid',
-        renormalize=_get(fields, 'norm_topk_prob', True),
-        routed_scale=float(_get(fields, 'routed_scaling_factor', 1.0)),
-        expert_groups=_get(fields, 'n_group', 1),
-        top_groups=_get(fields, 'topk_group', 1),
+        renormalize=hf_rope.get(fields, 'norm_topk_prob', True),
+        routed_scale=float(hf_rope.get(fields, 'routed_scaling_factor', 1.0)),
+        expert_groups=hf_rope.get(fields, 'n_group', 1),
+        top_groups=hf_rope.get(fields, 'topk_group', 1),
     )
   shared = 0
   if family == 'qwen2_moe':
-    all_shared = _get(fields, 'shared_expert_intermediate_size')
+    all_shared = hf_rope.get(fields, 'shared_expert_intermediate_size')
     shared, rest = divmod(all_shared, one)
     if rest:
       raise ValueError(
@@ -185,10 +181,12 @@ def _ffn(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
           f' be a multiple of moe_intermediate_size={one}'
       )
   return out | dict(
-      experts=fields.get('num_local_experts') or _get(fields, 'num_experts'),
+      experts=fields.get('num_local_experts')
+      or hf_rope.get(fields, 'num_experts'),
       shared_experts=shared,
       shared_gate=shared > 0,
-      renormalize=family == 'mixtral' or _get(fields, 'norm_topk_prob', False),
+      renormalize=family == 'mixtral'
+      or hf_rope.get(fields, 'norm_topk_prob', False),
   )
 
 
@@ -236,7 +234,7 @@ def to_fields(cfg: config.ModelConfig, context_tokens: int) -> dict[str, Any]:
   name = names.get(family)
   name = name or family.replace('qwen', 'Qwen').replace('_moe', 'Moe')
   ffn = cfg.moe_ffn * (cfg.shared_experts if cfg.experts == 0 else 1)
-  angles = _rope_fields(cfg)
+  angles = hf_rope.to_fields(cfg)
   fields = {
       'architectures': [f'{name}ForCausalLM'],
       'model_type': family,
@@ -270,24 +268,6 @@ def to_fields(cfg: config.ModelConfig, context_tokens: int) -> dict[str, Any]:
     shared = cfg.shared_experts * cfg.moe_ffn
     fields['shared_expert_intermediate_size'] = shared
   return fields
-
-
-def _rope_fields(cfg: config.ModelConfig) -> dict[str, Any]:
-  scaling = cfg.rope_scaling
-  for kind, (of, names) in _SCALINGS.items():
-    if isinstance(scaling, of):
-      more = {n: getattr(scaling, n) for n in names}
-      # Nothing is not the same as null there.
-      more = {n: x for n, x in more.items() if x is not None}
-      return {
-          'rope_type': kind,
-          'type': kind,
-          'rope_theta': cfg.rope_theta,
-          'factor': scaling.factor,
-          'original_max_position_embeddings': scaling.original_tokens,
-          **more,
-      }
-  return {'rope_type': 'default', 'rope_theta': cfg.rope_theta}
 
 
 def _latent_fields(cfg: config.ModelConfig) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   """
   path = folder / CONFIG
   try:
-    fields = json.loads(path.read_text(encoding='utf-8'))
+    fields = json.loads(path.read_text(encoding='utf-8-sig'))
   except OSError as e:
     raise ValueError(f'{path}: {e.strerror}; name a folder of a model') from e
-  except ValueError as e:
+  except (ValueError, RecursionError) as e:
     raise ValueError(f'{path}: no JSON: {e}') from e
   if not isinstance(fields, dict):
     raise ValueError(f'{path}: holds no JSON object')
@@ -84,6 +84,7 @@ class Reader:
     pieces = list(hf_tensors.of(cfg))
     for piece in pieces:
       self._pieces[piece.name].append(piece)
+    self._folder = folder
     self.files = _shard_files(folder)
     with contextlib.ExitStack() as stack:
       self._where = _open(self.files, stack)
@@ -126,6 +127,10 @@ class Reader:
         out[inside] = self._read(
             piece, [shape[n] for n in axes], [ranges[n] for n in axes]
         )
+        if not np.isfinite(out[inside]).all():
+          raise ValueError(
+              f'{self._folder}: tensor {piece.published} holds NaN or infinity'
+          )
     return out
 
   def _read(
@@ -220,8 +225,20 @@ def _shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
   index = folder / _INDEX
   names = {_SINGLE}
   if index.is_file():
-    weight_map = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    names = set(weight_map.values())
+    try:
+      read = json.loads(index.read_text(encoding='utf-8-sig'))
+      names = set(read['weight_map'].values())
+    except (OSError, ValueError, RecursionError) as e:
+      raise ValueError(f'{index}: no JSON: {e}') from e
+    except (TypeError, KeyError, AttributeError) as e:
+      raise ValueError(f'{index}: has no weight_map of file names') from e
+    for name in names or ['']:
+      if (
+          not isinstance(name, str)
+          or not name
+          or pathlib.Path(name).name != name
+      ):
+        raise ValueError(f'{index}: weight_map: {name!r} is no file name')
   return [folder / name for name in sorted(names)]
 
 
@@ -235,6 +252,9 @@ def _open(
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except (OSError, safetensors.SafetensorError) as e:
       raise ValueError(f'{path}: missing or damaged: {e}') from e
+    twice = sorted(found.keys() & file.keys())[:_NAMED]
+    if twice:
+      raise ValueError(f'{path}: another file has {", ".join(twice)} as well')
     found.update(dict.fromkeys(file.keys(), file))
   return found
 
@@ -254,7 +274,9 @@ def _published_shape(piece: hf_tensors.Piece, shape: Sequence[int]):
 def _check(folder, cfg, where, every, ours) -> None:
   pieces = {piece.published: piece for piece in every}
   extra = {
-      n for n in where.keys() - pieces.keys() if not hf_tensors.is_known(cfg, n)
+      n
+      for n in where.keys() - pieces.keys()
+      if not hf_tensors.is_known(cfg, n, where)
   }
   shapes = {
       n: tuple(where[n].get_slice(n).get_shape()) for n in pieces if n in where
@@ -275,6 +297,14 @@ def _check(folder, cfg, where, every, ours) -> None:
   ]
   if problems:
     raise ValueError(f'{folder}: tensors {"; ".join(problems)}')
+  head, embedding = 'lm_head.weight', 'model.embed_tokens.weight'
+  if cfg.tied and head in where:
+    a, b = (where[n].get_tensor(n) for n in (head, embedding))
+    if a.shape != b.shape or a.tobytes() != b.tobytes():
+      raise ValueError(
+          f'{folder}: tensor {head} is not {embedding}, though config.json has'
+          ' tie_word_embeddings; set it to false'
+      )
 
 
 def save(

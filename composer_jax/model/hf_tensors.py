@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 import dataclasses
 import math
 import re
@@ -64,14 +64,23 @@ class Piece:
     return part if self.name == 'embedding' else (size,)
 
 
-def is_known(cfg: config.ModelConfig, published: str) -> bool:
-  """True for a tensor that a folder may have besides the model's own."""
+def is_known(
+    cfg: config.ModelConfig, published: str, every: Container[str]
+) -> bool:
+  """True for a tensor that a folder may have besides the model's own.
+
+  Args:
+    cfg: the model.
+    published: name of the tensor.
+    every: names of all tensors of the folder.
+  """
   if published.endswith(_COMPUTED) or published == 'lm_head.weight':
     return True
   layer = _NUMBER.match(published)
-  # Layers after the last one predict further tokens.
-  latent = cfg.kv_latent > 0
-  return latent and layer is not None and int(layer[1]) >= cfg.layers
+  if not cfg.kv_latent or layer is None or int(layer[1]) < cfg.layers:
+    return False
+  # Layers after the last one may predict further tokens; those have this.
+  return f'{layer[0]}eh_proj.weight' in every
 
 
 def of(cfg: config.ModelConfig) -> Iterator[Piece]:

@@ -10,6 +10,7 @@ import tokenizers
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.chat import hub_files
+from composer_jax.chat import probe
 from composer_jax.model import families
 from composer_jax.model import hf
 from composer_jax.runs import feed
@@ -29,19 +30,27 @@ def model_of(folder: pathlib.Path, name: str) -> stored_model.StoredModel:
     ValueError: files are missing, or describe what is not supported.
   """
   fields = hf.read_config(folder)
-  cfg = families.to_config(fields)
+  try:
+    cfg = families.to_config(fields)
+  except ValueError as e:
+    raise ValueError(f'{folder}: {e}') from e
   source, template, stop, names = hub_files.read(folder)
-  size = tokenizers.Tokenizer.from_str(source).get_vocab_size()
+  vocab = tokenizers.Tokenizer.from_str(source).get_vocab()
+  size = max(vocab.values(), default=0) + 1  # ids may have gaps
   if size > cfg.vocab:
     raise ValueError(
         f'{folder}: the tokenizer has {size} entries, vocab_size is'
         f' {cfg.vocab}; they are not of the same model'
     )
-  context = fields.get('max_position_embeddings') or 4096
+  context = fields.get('max_position_embeddings')
+  context = 4096 if context is None else context
   stored = stored_model.StoredModel(
       name, cfg, context, source, template, stop, names
   )
-  stored.chat_format()  # refuses what no reply could end with
+  try:
+    probe.check(stored.chat_format(), source)
+  except ValueError as e:
+    raise ValueError(f'{folder}: {e}') from e
   return stored
 
 

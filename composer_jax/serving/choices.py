@@ -47,7 +47,7 @@ def choice(
   }
   if ask.messages is None:
     return out | {'text': before(chat.text(ids), ask.stop)}, window, None
-  said = chat.parse(ids)
+  said = chat.parse(ids, ask.tools)
   content = said.content
   message: dict[str, Any] = {
       'role': 'assistant',

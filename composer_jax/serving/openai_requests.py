@@ -7,10 +7,14 @@ temperature 1 with seeds of their own, whatever the request says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
-from typing import Any
+from typing import Any, TypeVar
+
+from composer_jax.chat import messages as messages_lib
+
+_T = TypeVar('_T')
 
 _TYPES = {
     400: 'invalid_request_error',
@@ -43,13 +47,6 @@ _IGNORED = (
     *('metadata', 'prompt_cache_key', 'safety_identifier', 'service_tier'),
     *('store', 'user'),
 )
-_ROLES = {
-    'system': 'system',
-    'developer': 'system',
-    'user': 'user',
-    'assistant': 'assistant',
-    'tool': 'tool',
-}
 
 
 class ApiError(Exception):
@@ -212,10 +209,12 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
   )
   if chat:
     choice = body.get('tool_choice')
-    messages = tuple(map(_message, fields.take('messages', list, [])))
+    listed = fields.take('messages', list, [])
+    messages = _normal(lambda: tuple(map(messages_lib.message, listed)))
     if not messages:
       raise ApiError(400, 'messages: none; send at least one', param='messages')
-    tools = tuple(map(_tool, fields.take('tools', list, [])))
+    offered = fields.take('tools', (list, str), [])
+    tools = _normal(lambda: messages_lib.tools(offered))
     ask = Ask(
         messages=messages,
         tools=() if choice == 'none' else tools,
@@ -255,45 +254,8 @@ def _prompt(fields: _Fields) -> str | tuple[int, ...]:
   return tuple(prompt)
 
 
-def _message(message: Any) -> dict[str, Any]:
-  """A message with its content as text."""
-  if not isinstance(message, dict):
-    raise _refusal('messages', message, 'a message must be an object')
-  role = message.get('role')
-  if not isinstance(role, str) or role not in _ROLES:
-    raise _refusal('messages.role', role, f'want one of {sorted(_ROLES)}')
-  kept = {k: v for k, v in message.items() if v is not None}
-  calls = kept.get('tool_calls', [])
-  for call in calls if isinstance(calls, list) else [calls]:
-    function = call.get('function') if isinstance(call, dict) else None
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get('name'), str)
-        or not isinstance(function.get('arguments'), (str, dict))
-    ):
-      raise _refusal(
-          'messages.tool_calls', call, 'want {"function": {name, arguments}}'
-      )
-  content = _text(kept.get('content', ''))
-  return {**kept, 'role': _ROLES[role], 'content': content}
-
-
-def _text(content: Any) -> str:
-  if isinstance(content, str):
-    return content
-  texts = []
-  for part in content if isinstance(content, list) else [content]:
-    text = part.get('text') if isinstance(part, dict) else None
-    if not isinstance(text, str):
-      raise _refusal('messages.content', part, 'only text can be read')
-    texts.append(text)
-  return '\n'.join(texts)
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-  function = tool.get('function') if isinstance(tool, dict) else None
-  if not isinstance(function, dict) or not isinstance(
-      function.get('name'), str
-  ):
-    raise _refusal('tools', tool, 'want {"type": "function", "function": {}}')
-  return tool
+def _normal(read: Callable[[], _T]) -> _T:
+  try:
+    return read()
+  except messages_lib.FieldError as e:
+    raise ApiError(400, str(e), param=e.param) from e

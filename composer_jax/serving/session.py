@@ -36,7 +36,7 @@ class ChatFormat(Protocol):
   ) -> list[int]:
     ...
 
-  def parse(self, ids: Sequence[int]) -> Any:
+  def parse(self, ids: Sequence[int], tools: Sequence[Any] = ()) -> Any:
     ...
 
   def visible(self, ids: Sequence[int]) -> str:

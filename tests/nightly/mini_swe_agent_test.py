@@ -75,7 +75,7 @@ class _Script(template.ChatFormat):
 
   turn = 0
 
-  def parse(self, ids):
+  def parse(self, ids, tools=()):
     del ids
     self.turn += 1
     return tool_calls.read(_said(self.turn - 1), tool_calls.reader_of(''))
