@@ -20,7 +20,7 @@ import os, signal, sys
 import jax
 jax.config.update('jax_compilation_cache_dir', sys.argv[2])
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-from composer_jax.rollout import capture
+from composer_jax.serving import capture
 from tests import serving_kit
 
 answer = capture.Capture.answer

@@ -8,6 +8,8 @@ import json
 import re
 import socket
 import tempfile
+import threading
+import time
 import urllib.parse
 
 from absl.testing import absltest
@@ -304,6 +306,84 @@ class RefusalTest(_Case):
       self.error(self.post(_PLAIN, key, {**body, 'prompt': prompt}), 400)
     self.assertEqual(self.kit.segments(name), ())  # and none counts as lost
 
+  @parameterized.parameters(
+      ({'tools': '{}'},),
+      (
+          {
+              'tools': [
+                  {'type': 'function', 'function': {'name': 'f', 'x': '{}'}}
+              ]
+          },
+      ),
+      ({'messages': [{'role': 'user', 'content': 'x', 'extra': '{}'}]},),
+      ({'metadata': '{}'},),
+  )
+  def test_nested_too_deeply(self, fields):
+    _, key = self.kit.open('serve')
+    for depth in (70, 500, 900, 40_000):
+      for opened, closed in (('[', ']'), ('{"a":', '}')):
+        nested = opened * depth + '1' * (opened != '[') + closed * depth
+        body = json.dumps({**lib.ask(), **fields}).replace('"{}"', nested)
+        response = self.http.post(_CHAT, content=body, headers=lib.bearer(key))
+        self.assertIn('nested too deeply', self.error(response, 400)['message'])
+
+  def test_arguments_may_be_any_text(self):
+    _, key = self.kit.open('serve')
+    user = {'role': 'user', 'content': 'x'}
+    for text in ('{"a":' * 80 + '1' + '}' * 80, '[' * 990 + ']' * 990, '[' * 9):
+      function = {'name': 'f', 'arguments': text}
+      call = {'id': 'x', 'type': 'function', 'function': function}
+      said = {'role': 'assistant', 'tool_calls': [call]}
+      body = {**lib.ask(), 'messages': [user, said, user]}
+      response = self.post(_CHAT, key, body)
+      self.assertIn(response.status_code, (200, 400), response.text)
+
+  def test_text_that_cannot_fit_is_refused_before_it_is_encoded(self):
+    _, key = self.kit.open('serve')
+    text = 'add def x y ' * (8_000_000 // 12)
+    tool = {'type': 'function', 'function': {'name': 'f', 'description': text}}
+    start = time.monotonic()
+    for path, fields in (
+        (_CHAT, lib.ask(text)),
+        (_CHAT, lib.ask(tools=[tool])),
+        (_PLAIN, {'model': lib.MODEL, 'prompt': text}),
+        (_PLAIN, {'model': lib.MODEL, 'prompt': [1] * 1_000_000}),
+        ('/tokenize', {'prompt': text}),
+        ('/tokenize', lib.ask(text)),
+    ):
+      error = self.error(self.post(path, key, fields), 400)
+      self.assertEqual(error['code'], 'context_length_exceeded')
+      self.assertLess(len(error['message']), 200)
+    error = self.error(self.post(_CHAT, key, lib.ask(stop=text)), 400)
+    self.assertEqual(error['param'], 'stop')
+    # Encoding one of them alone takes longer.
+    with self.assertRaises(concurrent.futures.TimeoutError):
+      with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(self.kit.chat.encode, text)
+        encoding.result(time.monotonic() - start)
+
+  def test_others_are_answered_while_a_long_text_is_encoded(self):
+    _, key = self.kit.open('serve')
+    encoding, go_on = threading.Event(), threading.Event()
+    self.addCleanup(go_on.set)
+    encode = self.kit.chat.encode
+
+    def slow(text):
+      encoding.set()
+      go_on.wait(60)
+      return encode(text)
+
+    self.kit.chat.encode = slow
+    self.addCleanup(delattr, self.kit.chat, 'encode')
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      body = {'model': lib.MODEL, 'prompt': 'add', 'max_tokens': 2}
+      held = pool.submit(self.post, _PLAIN, key, body)
+      self.assertTrue(encoding.wait(60))
+      self.assertEqual(self.http.get('/health').status_code, 200)
+      self.assertFalse(held.done())
+      go_on.set()
+      self.assertEqual(held.result().status_code, 200)
+
   def test_oversized(self):
     _, key = self.kit.open()
     body = b'x' * (web.BODY_BYTES + 1)
@@ -553,6 +633,92 @@ class LeaveTest(_Case):
       self.assertEqual(self.kit.segments(name), ())
       self.error(held.result(), 410)
     self.kit.gate.set()
+
+
+class SlowTest(parameterized.TestCase):
+  """Clients that do not go on, and do not leave."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.kit = lib.Kit(cls.enter_context(_folder()), patience=1.0)
+    cls.addClassCleanup(cls.kit.close)
+
+  def _connect(self, *sent, receive=None):
+    host, port = urllib.parse.urlsplit(self.kit.url).netloc.split(':')
+    raw = socket.socket()
+    if receive:
+      raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    raw.settimeout(120)
+    raw.connect((host, int(port)))
+    self.addCleanup(raw.close)
+    raw.sendall(b''.join(sent))
+    return raw
+
+  def _head(self, size):
+    _, key = self.kit.open('serve')
+    return (
+        f'POST {_CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n'
+        f'Content-Length: {size}\r\n\r\n'
+    ).encode()
+
+  def _ended(self, raw, dribble=b''):
+    """Whether the server ends the connection, however the client dribbles."""
+    with contextlib.suppress(ConnectionError):
+      raw.setblocking(False)
+      end = time.monotonic() + 120
+      while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+          if not raw.recv(1 << 16):
+            return True
+        time.sleep(0.1)
+        raw.sendall(dribble)
+      return False
+    return True
+
+  def test_no_request(self):
+    self.assertTrue(self._ended(self._connect()))
+
+  def test_half_a_head(self):
+    raw = self._connect(b'GET /health HTTP/1.1\r\nHost: x\r\nX-A: ')
+    self.assertTrue(self._ended(raw, b'a'))
+
+  def test_half_a_body(self):
+    raw = self._connect(self._head(10**6), b'{')
+    self.assertTrue(self._ended(raw, b' '))
+    # Nor does an answer before the body is there let the rest take for ever.
+    raw = self._connect(self._head(10**6).replace(b'Bearer', b'B'), b'{')
+    self.assertTrue(self._ended(raw, b' '))
+
+  def test_half_a_head_after_an_answer(self):
+    raw = self._connect(b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n')
+    self.assertStartsWith(raw.recv(100), b'HTTP/1.1 200')
+    raw.sendall(b'GET /health HTT')
+    self.assertTrue(self._ended(raw))
+
+  def test_half_closed(self):
+    raw = self._connect(self._head(100), b'{')
+    raw.shutdown(socket.SHUT_WR)
+    self.assertTrue(self._ended(raw))
+    lib.wait(lambda: not self.kit.server._server.server_state.connections)
+
+  def test_who_takes_nothing_of_the_answer(self):
+    connections = self.kit.server._server.server_state.connections
+    lib.wait(lambda: not connections)
+    ask = b'GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n'
+    raw = self._connect(ask * 2000, receive=4096)
+    lib.wait(lambda: connections)
+    lib.wait(lambda: not connections, 120)
+    del raw
+
+  def test_a_call_may_take_longer_than_its_client_may(self):
+    content = json.dumps(lib.ask(max_tokens=3)).encode()
+    self.kit.gate.clear()
+    raw = self._connect(self._head(len(content)), content)
+    lib.wait(lambda: self.kit.service._calls == 1)
+    time.sleep(3)
+    self.kit.gate.set()
+    self.assertStartsWith(raw.recv(100), b'HTTP/1.1 200')
 
 
 class LossTest(parameterized.TestCase):

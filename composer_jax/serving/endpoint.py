@@ -124,8 +124,8 @@ class _Endpoint:
     session = await self._session(request)
     body = await web.body_of(request)
     self._check_ready()
-    ask = openai_requests.parse(
-        openai_requests.load(body), chat=chat, train=session.mode == 'train'
+    ask = await asyncio.to_thread(
+        self._ask, body, chat, session.mode == 'train'
     )
     if ask.model != service.model:
       raise ApiError(
@@ -152,6 +152,12 @@ class _Endpoint:
       return web.EventStream(self._events(work), held)
     finally:
       release()
+
+  def _ask(self, body: bytes, chat: bool, train: bool) -> openai_requests.Ask:
+    fields = openai_requests.load(body)
+    ask = openai_requests.parse(fields, chat=chat, train=train)
+    openai_requests.check_size(ask, self._service.max_model_len)
+    return ask
 
   async def _events(self, work: session_lib.Work) -> AsyncIterator[bytes]:
     ask, start = work.ask, time.perf_counter()
@@ -200,14 +206,8 @@ class _Endpoint:
         chat='messages' in body,
         train=False,
     )
-    try:
-      if ask.messages is not None:
-        ids = chat.prompt(ask.messages, ask.tools)
-      else:
-        text = ask.prompt
-        ids = chat.encode(text) if isinstance(text, str) else list(text)
-    except ValueError as e:
-      raise ApiError(400, str(e)) from e
+    openai_requests.check_size(ask, limit)
+    ids = list(await session_lib.encoded(ask, chat))
     n = len(ids)
     return web.json_response(
         {'input_tokens': n, 'count': n, 'tokens': ids, 'max_model_len': limit}

@@ -12,6 +12,8 @@ import dataclasses
 import json
 from typing import Any
 
+from composer_jax.serving import depth
+
 _TYPES = {
     400: 'invalid_request_error',
     401: 'authentication_error',
@@ -43,6 +45,10 @@ _IGNORED = (
     *('metadata', 'prompt_cache_key', 'safety_identifier', 'service_tier'),
     *('store', 'user'),
 )
+# No text of ours has more characters per token. Encoding takes time and memory
+# by the character, so what cannot fit is refused before it.
+_CHARS_PER_TOKEN = 16
+_STOP_CHARS = 1000
 _ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -107,17 +113,51 @@ def load(body: bytes) -> dict[str, Any]:
   """Reads a JSON object.
 
   Raises:
-    ApiError: it is none, or holds text that is not Unicode.
+    ApiError: it is none, nests too deeply, or holds text that is not Unicode.
   """
   try:
     value = json.loads(body)
     json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
-  except (ValueError, RecursionError) as e:
-    reason = str(e) or 'nested too deeply'
-    raise ApiError(400, f'body: not valid JSON: {reason}') from e
+  except RecursionError as e:
+    raise ApiError(400, f'body: {depth.ERROR}') from e
+  except ValueError as e:
+    raise ApiError(400, f'body: not valid JSON: {e}') from e
   if not isinstance(value, dict):
     raise ApiError(400, f'body: a JSON {type(value).__name__}; want an object')
+  for name, field in value.items():
+    if depth.too_deep(field):
+      raise ApiError(400, f'{name}: {depth.ERROR}', param=name)
   return value
+
+
+def check_size(ask: Ask, context_tokens: int) -> None:
+  """Refuses a prompt that cannot fit, before anything is done by its length.
+
+  Raises:
+    ApiError: it has more characters, or ids, than any that fits.
+  """
+  plain = ask.messages is None
+  size = len(ask.prompt) if plain else _chars([*ask.messages, *ask.tools])
+  ids = plain and not isinstance(ask.prompt, str)
+  most = context_tokens * (1 if ids else _CHARS_PER_TOKEN)
+  if size > most:
+    unit = 'tokens' if ids else 'characters'
+    raise ApiError(
+        400,
+        f'prompt: {size} {unit}; must be at most {most}, as the context holds'
+        f' {context_tokens} tokens',
+        param='prompt' if plain else 'messages',
+        code='context_length_exceeded',
+    )
+
+
+def _chars(value: Any) -> int:
+  """Characters of all strings in a JSON value."""
+  if isinstance(value, Mapping):
+    return sum(len(k) + _chars(v) for k, v in value.items())
+  if isinstance(value, list):
+    return sum(map(_chars, value))
+  return len(value) if isinstance(value, str) else 0
 
 
 class _Fields:
@@ -241,8 +281,11 @@ def _max_tokens(fields: _Fields) -> int | None:
 def _stop(fields: _Fields) -> tuple[str, ...]:
   stop = fields.take('stop', (str, list), [])
   stop = [stop] if isinstance(stop, str) else stop
-  if len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
-    raise _refusal('stop', stop, 'want up to 16 strings, none of them empty')
+  if len(stop) > 16 or not all(
+      isinstance(s, str) and 0 < len(s) <= _STOP_CHARS for s in stop
+  ):
+    want = f'want up to 16 strings of 1 to {_STOP_CHARS} characters'
+    raise _refusal('stop', stop, want)
   return tuple(stop)
 
 

@@ -239,19 +239,23 @@ class Service:
       work.head = json.loads(stored.reply)
       return work.head
     ask = work.ask
-    parent, context = session.context(ask, self.chat, self.max_model_len)
     if self._calls and self._calls + ask.n > self._max_calls:
       raise openai_requests.ApiError(
           429,
           f'{self._calls} calls are sampled or waiting; try again later',
           retry_after=RETRY_SECONDS,
       )
-    # The same number as before it was lost: the same seed, too.
-    number = stored.number if stored else session.next
-    work.head = self._head(session, ask, number)
     self._calls += ask.n
     try:
-      windows = await self._sample(session, work, number, context)
+      async with session.turn:
+        parent, context = await session.context(
+            ask, self.chat, self.max_model_len
+        )
+        # The same number as before it was lost: the same seed, too.
+        number = stored.number if stored else session.next
+        work.head = self._head(session, ask, number)
+        pending, admitted = self._admit(session, work, number, context)
+      windows = await self._sample(session, work, number, pending, admitted)
       return await self._keep(session, work, number, parent, context, windows)
     except (RuntimeError, OSError) as e:
       raise openai_requests.ApiError(
@@ -270,8 +274,8 @@ class Service:
         'model': self.model,
     }
 
-  async def _sample(self, session, work, number, context):
-    """The windows of all choices."""
+  def _admit(self, session, work, number, context):
+    """Queues a call; returns futures of its windows, and of its record."""
     ask, chat = work.ask, self.chat
     seed, first = session.seed, number
     if session.mode == 'serve' and ask.seed is not None:
@@ -294,9 +298,8 @@ class Service:
       pending = self.engine.submit_group(requests)
     except ValueError as e:
       raise openai_requests.ApiError(400, str(e)) from e
-    numbers = set(range(number, number + ask.n))
     session.next = max(session.next, number + ask.n)
-    session.pending |= numbers
+    session.pending |= set(range(number, number + ask.n))
     admission = capture_lib.Admission(
         number,
         ask.n,
@@ -305,13 +308,18 @@ class Service:
         work.request,
         graph.digest(b'', ask.tools),
     )
+    return pending, self._capture.admit(session.id, admission)
+
+  async def _sample(self, session, work, number, pending, admitted):
+    """The windows of all choices."""
+    choices = work.ask.n
     try:
-      await asyncio.wrap_future(self._capture.admit(session.id, admission))
+      await asyncio.wrap_future(admitted)
       work.started.set()
       return await asyncio.gather(*map(asyncio.wrap_future, pending))
     except asyncio.CancelledError:
-      self._capture.cancel(session.id, number, ask.n)
-      session.pending -= numbers
+      self._capture.cancel(session.id, number, choices)
+      session.pending -= set(range(number, number + choices))
       self.metrics.cancelled.inc()
       raise
     finally:
