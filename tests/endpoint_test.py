@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 from tests import serving_kit as lib
 
+from composer_jax.chat import template
 from composer_jax.serving import web
 
 _CHAT = '/v1/chat/completions'
@@ -205,6 +206,54 @@ class ReplyTest(_Case):
       for field in ('finish_reason', 'logprobs'):
         self.assertEqual(last[field], whole['choices'][0][field])
       self.assertTrue(all(c['finish_reason'] is None for c in choices[:-1]))
+
+  def test_bytes_of_tokens_are_those_of_the_text(self):
+    _, key = self.kit.open('serve')
+    parts = 0
+    for seed in range(4):
+      body = lib.ask(max_tokens=40, seed=seed, logprobs=True)
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      tokens = choice['logprobs']['content']
+      pieces = [bytes(t['bytes']) for t in tokens]
+      joined = b''.join(pieces).decode(errors='replace')
+      self.assertEqual(joined, choice['message']['content'])
+      self.assertNotIn('\ufffd'.encode(), pieces)
+      parts += sum('\ufffd' in t['token'] for t in tokens)
+    self.assertGreater(parts, 0)
+
+  def test_offsets_of_tokens_are_within_the_text(self):
+    _, key = self.kit.open('serve')
+    body = {'model': lib.MODEL, 'prompt': 'add', 'logprobs': 1, 'seed': 1}
+    free = self.post(_PLAIN, key, {**body, 'max_tokens': 40}).json()
+    text = free['choices'][0]['text']
+    for stop in ([], [text[len(text) // 2 :][:2]]):
+      reply = self.post(_PLAIN, key, {**body, 'max_tokens': 40, 'stop': stop})
+      (choice,) = reply.json()['choices']
+      shown = choice['logprobs']
+      self.assertEqual(''.join(shown['tokens']), choice['text'])
+      for at, token in zip(shown['text_offset'], shown['tokens'], strict=True):
+        self.assertEqual(choice['text'][at : at + len(token)], token)
+
+  def test_routes_by_turns_begin_one_token_before_the_turn(self):
+    _, key = self.kit.open('serve')
+    messages, rows, total, seen = lib.ask()['messages'], [], 0, 0
+    for start in (0, 1):  # tokens that the first row is behind the turn's end
+      body = {
+          **lib.ask(**_EXACT, seed=1),
+          'messages': messages,
+          'routed_experts_start_len': max(total - start, 0),
+      }
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      ids = [*choice['prompt_token_ids'], *choice['token_ids']]
+      self.assertGreater(len(ids), seen)
+      total = seen = len(ids)
+      rows.append(_experts(choice))
+      messages = [*messages, choice['message'], lib.ask('b')['messages'][0]]
+    # What sampled last was no input yet: its row comes with the next turn.
+    self.assertTrue(np.all(rows[0][-1] == 255))
+    joined = np.concatenate([rows[0][:-1], rows[1]])
+    self.assertLen(joined, total)
+    self.assertTrue(np.all(joined[:-1] < 4))
 
   def test_stop_strings_end_the_sample_where_they_are_complete(self):
     name, key = self.kit.open('serve')
@@ -633,6 +682,42 @@ class LeaveTest(_Case):
       self.assertEqual(self.kit.segments(name), ())
       self.error(held.result(), 410)
     self.kit.gate.set()
+
+
+class _Thinker(template.ChatFormat):
+  """Reads the first letters of every reply as a thought."""
+
+  def text(self, ids):
+    text = super().text(ids)
+    return f'<think>\n{text[:8]}{"</think>" * (len(text) > 8)}{text[8:]}'
+
+
+class ThoughtTest(parameterized.TestCase):
+
+  def test_a_stream_gives_the_thought_first(self):
+    chat = _Thinker(lib.tokenizer(), template.COMPACT_TEMPLATE, ['<|end|>'])
+    kit = lib.Kit(self.create_tempdir().full_path, chat_format=chat)
+    self.addCleanup(kit.close)
+    _, key = kit.open('serve')
+    kit.delay = 0.05
+    body = lib.ask(max_tokens=60, seed=1)
+    with httpx.Client(base_url=kit.url, timeout=120) as http:
+      header = lib.bearer(key)
+      whole = http.post(_CHAT, json=body, headers=header).json()
+      body['stream'] = True
+      text = http.post(_CHAT, json=body, headers=header).text
+    events = [
+        json.loads(e.removeprefix('data: '))['choices'][0]['delta']
+        for e in text.split('\n\n')[:-2]
+    ]
+    said = [(k, v) for e in events for k, v in e.items() if v and k != 'role']
+    names = [name for name, _ in said]
+    self.assertEqual(names, sorted(names, reverse=True))
+    self.assertGreater(names.count('content'), 1)
+    for name in ('reasoning_content', 'content'):
+      pieces = ''.join(piece for n, piece in said if n == name)
+      self.assertNotEmpty(pieces)
+      self.assertEqual(pieces, whole['choices'][0]['message'][name])
 
 
 class SlowTest(parameterized.TestCase):

@@ -20,6 +20,7 @@ from jinja2 import ext
 from jinja2 import sandbox
 import tokenizers
 
+from composer_jax.chat import token_bytes
 from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
@@ -180,6 +181,7 @@ class ChatFormat:
       self._names['strftime_now'] = strftime_now
     self._reader = tool_calls.reader_of(template)
     added = tokenizer.get_added_tokens_decoder()
+    self._bytes = token_bytes.reader(tokenizer)
     self._special = {t.content: i for i, t in added.items() if t.special}
     # The longest first, as one may begin with another.
     ordered = sorted(self._special, key=len, reverse=True)
@@ -344,6 +346,10 @@ class ChatFormat:
       ids = ids[:-1]
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+  def bytes_of(self, token: int) -> bytes:
+    """Bytes of a token, be they a part of a character; none of a stop token."""
+    return b'' if token in self.stop_ids else self._bytes(token)
+
   def spelled(self, ids: Sequence[int]) -> str:
     """Text of ids with every special token; for displays only."""
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -351,6 +357,10 @@ class ChatFormat:
   def parse(self, ids: Sequence[int]) -> tool_calls.Reply:
     """Reads a reply; what is no readable tool call stays content."""
     return tool_calls.read(self._opened + self.text(ids), self._reader)
+
+  def thought(self, ids: Sequence[int]) -> str:
+    """Reasoning of an unfinished reply that is certain; it only ever grows."""
+    return tool_calls.certain_thought(self._opened + self.text(ids))
 
   def visible(self, ids: Sequence[int]) -> str:
     """Content of an unfinished reply that is certain; it only ever grows."""

@@ -161,21 +161,22 @@ class _Endpoint:
 
   async def _events(self, work: session_lib.Work) -> AsyncIterator[bytes]:
     ask, start = work.ask, time.perf_counter()
-    sent = [''] * ask.n
+    sent: list[dict[str, str]] = [{} for _ in range(ask.n)]
     if ask.messages is not None:
       for i in range(ask.n):
         role = {'role': 'assistant', 'content': ''}
         yield web.event(openai_replies.chunk(work.head, i, role))
-    name = 'text' if ask.messages is None else 'content'
     while not work.task.done():
       work.changed.clear()
       for i, ids in enumerate(work.sampled):
-        text = choices.certain(ask, self._service.chat, ids)
-        if new := text[len(sent[i]) :]:
+        shown = choices.certain(ask, self._service.chat, ids)
+        for name, text in shown.items():
+          if not (new := text[len(sent[i].get(name, '')) :]):
+            continue
           if not any(sent):
             seconds = time.perf_counter() - start
             self._service.metrics.first_token.observe(seconds)
-          sent[i] = text
+          sent[i][name] = text
           yield web.event(openai_replies.chunk(work.head, i, {name: new}))
       await asyncio.sleep(_PACE_SECONDS)
       await work.changed.wait()
