@@ -611,6 +611,40 @@ class LeaveTest(_Case):
     (same,) = self.kit.segments(twin)
     self.assertEqual(same.tokens.tolist(), segment.tokens.tolist())
 
+  @parameterized.parameters(True, False)
+  def test_who_leaves_during_the_commit_has_been_answered(self, stream):
+    name, key = self.kit.open()
+    body = lib.ask(stream=stream)
+    capture, held = self.kit.capture, threading.Event()
+    self.addCleanup(held.set)
+    self.kit.gate.clear()
+    raw = self._raw(key, body)
+    lib.wait(lambda: self.metric('calls') == 1)
+    session = self.kit.service._sessions[name]
+    (work,) = session.works.values()
+    lib.wait(work.started.is_set)  # its admission is on disk
+    begun = threading.Event()
+    blocked = capture._do(lambda _: (begun.set(), held.wait(120)))
+    self.assertTrue(begun.wait(60))
+    self.kit.gate.set()
+    lib.wait(lambda: not capture._jobs.empty())
+    raw.close()
+    lib.wait(lambda: not session.works)
+    self.assertEqual(self.metric('calls'), 1)
+    held.set()
+    blocked.result(60)
+    lib.wait(lambda: self.metric('calls') == 0)
+    replayed = self.metric('replayed_replies_total')
+    again = self.http.post(
+        _CHAT,
+        content=json.dumps(body),
+        headers={**lib.bearer(key), 'x-stainless-retry-count': '1'},
+    )
+    self.assertEqual(again.status_code, 200)
+    self.assertEqual(self.metric('replayed_replies_total'), replayed + 1)
+    (segment,) = self.kit.segments(name)  # it is trained, and once
+    lib.check_rescored(self, [segment])
+
   def test_a_stream_that_is_left_in_the_middle(self):
     name, key = self.kit.open()
     cancelled = self.kit.engine.stats().cancelled

@@ -4,8 +4,11 @@ A rollout is opened under a secret key; its calls sample with the engine, go on
 from the exact tokens of earlier ones, and are on disk before anybody hears the
 end of a reply. All methods run on one event loop.
 
-A client that gives up ends its call: nobody saw the reply, so it is not trained
-on, and nothing is missing either. A call that ends because the process or the
+What decides about a reply is its commit. A client that gives up before it ends
+its call: it is not trained on, and nothing is missing either. One that leaves
+during the commit, or later, changes nothing: the reply is a call of the rollout
+and is trained. A retry is answered with it, and which bytes of an answer its
+client has read is known to nobody. A call that ends because the process or the
 engine did is lost, and its rollout incomplete, unless a retry is answered.
 """
 
