@@ -148,6 +148,28 @@ class ReplyTest(_Case):
     self.assertEqual(several[:1], ids(seed=5))
     self.assertLen(ids(max_completion_tokens=2)[0], 2)
 
+  def test_shaped_samples_are_served_and_never_trained(self):
+    name, key = self.kit.open('serve')
+
+    def ids(**fields):
+      body = lib.ask(**_EXACT, seed=5, parallel_tool_calls=False, **fields)
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      return choice['token_ids']
+
+    plain, greedy = ids(reasoning_effort='low'), ids(temperature=0)
+    self.assertNotEqual(plain, greedy)
+    for cut in ({'top_k': 1}, {'top_p': 1e-6}, {'min_p': 1}):
+      self.assertEqual(ids(**cut), greedy)
+      self.assertNotEqual(ids(**cut, frequency_penalty=2), plain)
+    self.assertEqual(ids(top_p=1, top_k=-1), plain)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      both = [pool.submit(ids), pool.submit(ids, top_k=1)]
+    self.assertEqual([f.result() for f in both], [plain, greedy])
+    trained = [s for s in self.kit.segments(name) if s.sampled.any()]
+    self.assertNotEmpty(trained)
+    drawn = {tuple(s.tokens[s.sampled].tolist()) for s in trained}
+    self.assertLessEqual(drawn, {tuple(plain), tuple(greedy)})
+
   def test_tokens_in_tokens_out(self):
     name, key = self.kit.open()
     prompt = self.kit.chat.encode('def add')
@@ -295,14 +317,16 @@ class ReplyTest(_Case):
 class RefusalTest(_Case):
 
   @parameterized.named_parameters(
-      ('top_p', {'top_p': 0.5}, 'top_p'),
+      ('top_p', {'top_p': 0}, 'top_p'),
       ('temperature', {'temperature': -1}, 'temperature'),
       ('infinite', {'temperature': 1e999}, 'temperature'),
       ('text_temperature', {'temperature': 'hot'}, 'temperature'),
       ('max_tokens', {'max_tokens': 0}, 'max_tokens'),
       ('bool', {'max_tokens': True}, 'max_tokens'),
       ('n', {'n': 1000}, 'n'),
-      ('penalty', {'presence_penalty': 1}, 'presence_penalty'),
+      ('penalty', {'presence_penalty': 3}, 'presence_penalty'),
+      ('top_k', {'top_k': 0.5}, 'top_k'),
+      ('bias', {'logit_bias': {'5': 1}}, 'logit_bias'),
       ('top_logprobs', {'logprobs': True, 'top_logprobs': 3}, 'top_logprobs'),
       ('unknown', {'beam_width': 3}, 'beam_width'),
       ('stop', {'stop': ['']}, 'stop'),

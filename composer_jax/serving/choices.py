@@ -71,10 +71,12 @@ def choice(
             },
         }
         for i, call in enumerate(said.tool_calls)
+        if ask.parallel or not i
     ]
   # A client that sends a text cut short means that text, not these ids.
+  hidden = not ask.parallel and len(said.tool_calls) > 1
   key = None
-  if not cut:
+  if not cut and not hidden:
     key = graph.message_keys([*ask.messages, message], ask.tools)[-1]
   return out | {'message': message}, window, key
 

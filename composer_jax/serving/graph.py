@@ -183,7 +183,8 @@ def _claim(leaf: Call, claimed: set[Call]) -> trace.TokenTrace:
   for node in path(leaf):
     if node not in claimed:
       claimed.add(node)
-      sampled[node.prompt_tokens : len(node)] = True
+      own = slice(node.prompt_tokens, len(node))
+      sampled[own] = whole.sampled[own]  # not what was drawn otherwise
   logps = np.where(sampled, whole.logps, np.float32(0))
   return dataclasses.replace(whole, sampled=sampled, logps=logps)
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from typing import Any
 
+from composer_jax.rollout import slots
 from composer_jax.serving import depth
 
 _TYPES = {
@@ -21,21 +22,20 @@ _TYPES = {
     404: 'not_found_error',
     429: 'rate_limit_error',
 }
-# Fields that change what is sampled -> values that change nothing. Truncated
-# or penalized samples would not have the log-probs that are reported.
-_SAMPLING = {
-    'top_p': (1,),
-    'top_k': (-1, 0),
-    'min_p': (0,),
-    'frequency_penalty': (0,),
-    'presence_penalty': (0,),
-    'repetition_penalty': (1,),
-    'logit_bias': ({},),
+# Fields of `slots.Shaping` -> their names, lowest and highest values.
+_SHAPING = {
+    'top_p': ('top_p', 1e-6, 1),
+    'top_k': ('top_k', -1, 2**24),
+    'min_p': ('min_p', 0, 1),
+    'frequency': ('frequency_penalty', -2, 2),
+    'presence': ('presence_penalty', -2, 2),
+    'repetition': ('repetition_penalty', 0.01, 100),
 }
+_SAMPLING = (*(name for name, _, _ in _SHAPING.values()), 'logit_bias')
 _NEUTRAL = {
     'best_of': (1,),
     'echo': (False,),
-    'parallel_tool_calls': (True,),
+    'logit_bias': ({},),
     'response_format': ({'type': 'text'},),
     'suffix': ('',),
     'tool_choice': ('auto', 'none'),
@@ -43,7 +43,7 @@ _NEUTRAL = {
 }
 _IGNORED = (
     *('metadata', 'prompt_cache_key', 'safety_identifier', 'service_tier'),
-    *('store', 'user'),
+    *('reasoning_effort', 'store', 'user', 'verbosity'),
 )
 # No text of ours has more characters per token. Encoding takes time and memory
 # by the character, so what cannot fit is refused before it.
@@ -90,6 +90,8 @@ class Ask:
     prompt: prompt of a plain completion: text, or token ids.
     max_tokens: None for as many as fit.
     stop: strings that end a reply and do not belong to it.
+    shaping: cuts and penalties of a call that is not trained on.
+    parallel: whether more than the first of several tool calls is shown.
   """
 
   model: str
@@ -101,6 +103,8 @@ class Ask:
   temperature: float = 1.0
   seed: int | None = None
   stop: tuple[str, ...] = ()
+  shaping: slots.Shaping | None = None
+  parallel: bool = True
   stream: bool = False
   include_usage: bool = False
   logprobs: bool = False
@@ -226,8 +230,6 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
   fields.drop(*_IGNORED)
   if train:
     fields.drop(*_SAMPLING, 'temperature', 'seed')
-  for name, allowed in _SAMPLING.items():
-    fields.neutral(name, allowed)
   temperature = fields.take('temperature', (int, float), 1.0)
   if not 0 <= temperature <= 100:  # NaN is neither
     raise _refusal('temperature', temperature, 'must be in [0, 100]')
@@ -244,6 +246,8 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
       temperature=float(temperature),
       seed=seed,
       stop=_stop(fields),
+      shaping=_shaping(fields),
+      parallel=fields.take('parallel_tool_calls', bool, True),
       stream=fields.take('stream', bool, False),
       include_usage=options.take('include_usage', bool, False),
       return_token_ids=fields.take('return_token_ids', bool, False),
@@ -271,6 +275,19 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
     fields.neutral(name, allowed)
   fields.end()
   return ask
+
+
+def _shaping(fields: _Fields) -> slots.Shaping | None:
+  values = {}
+  for field, (name, low, high) in _SHAPING.items():
+    default = getattr(slots.Shaping(), field)
+    kinds = int if isinstance(default, int) else (int, float)
+    values[field] = value = fields.take(name, kinds, default)
+    if not low <= value <= high:
+      raise _refusal(name, value, f'must be in [{low}, {high}]')
+  values['top_k'] = max(values['top_k'], 0)  # -1, too, is all
+  shaping = slots.Shaping(**values)
+  return None if shaping == slots.Shaping() else shaping
 
 
 def _max_tokens(fields: _Fields) -> int | None:

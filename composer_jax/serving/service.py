@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -294,6 +295,7 @@ class Service:
             ask.temperature,
             sequences,
             self._listener(work, i) if ask.stream else None,
+            ask.shaping,
         )
         for i in range(ask.n)
     ]
@@ -347,6 +349,9 @@ class Service:
     ask, at = work.ask, len(context)
     choices, calls = [], []
     for i, window in enumerate(windows):
+      if ask.shaping:  # not a sample of the policy: never trained
+        sampled = window.sampled & (np.arange(len(window)) < at)
+        window = dataclasses.replace(window, sampled=sampled)
       shown, window, key = choices_lib.choice(
           ask, self.chat, window, at, f'{work.head["id"]}-{i}'
       )
