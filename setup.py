@@ -29,7 +29,7 @@ _CORE = [
     'zstandard',
 ]
 
-_SERVE = ['prometheus_client', 'starlette', 'uvicorn', 'websockets']
+_SERVE = ['h11', 'prometheus_client', 'starlette', 'uvicorn', 'websockets']
 
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 

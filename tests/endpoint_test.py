@@ -8,6 +8,8 @@ import json
 import re
 import socket
 import tempfile
+import threading
+import time
 import urllib.parse
 
 from absl.testing import absltest
@@ -16,6 +18,7 @@ import httpx
 import numpy as np
 from tests import serving_kit as lib
 
+from composer_jax.chat import template
 from composer_jax.serving import web
 
 _CHAT = '/v1/chat/completions'
@@ -145,6 +148,28 @@ class ReplyTest(_Case):
     self.assertEqual(several[:1], ids(seed=5))
     self.assertLen(ids(max_completion_tokens=2)[0], 2)
 
+  def test_shaped_samples_are_served_and_never_trained(self):
+    name, key = self.kit.open('serve')
+
+    def ids(**fields):
+      body = lib.ask(**_EXACT, seed=5, parallel_tool_calls=False, **fields)
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      return choice['token_ids']
+
+    plain, greedy = ids(reasoning_effort='low'), ids(temperature=0)
+    self.assertNotEqual(plain, greedy)
+    for cut in ({'top_k': 1}, {'top_p': 1e-6}, {'min_p': 1}):
+      self.assertEqual(ids(**cut), greedy)
+      self.assertNotEqual(ids(**cut, frequency_penalty=2), plain)
+    self.assertEqual(ids(top_p=1, top_k=-1), plain)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      both = [pool.submit(ids), pool.submit(ids, top_k=1)]
+    self.assertEqual([f.result() for f in both], [plain, greedy])
+    trained = [s for s in self.kit.segments(name) if s.sampled.any()]
+    self.assertNotEmpty(trained)
+    drawn = {tuple(s.tokens[s.sampled].tolist()) for s in trained}
+    self.assertLessEqual(drawn, {tuple(plain), tuple(greedy)})
+
   def test_tokens_in_tokens_out(self):
     name, key = self.kit.open()
     prompt = self.kit.chat.encode('def add')
@@ -204,6 +229,54 @@ class ReplyTest(_Case):
         self.assertEqual(last[field], whole['choices'][0][field])
       self.assertTrue(all(c['finish_reason'] is None for c in choices[:-1]))
 
+  def test_bytes_of_tokens_are_those_of_the_text(self):
+    _, key = self.kit.open('serve')
+    parts = 0
+    for seed in range(4):
+      body = lib.ask(max_tokens=40, seed=seed, logprobs=True)
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      tokens = choice['logprobs']['content']
+      pieces = [bytes(t['bytes']) for t in tokens]
+      joined = b''.join(pieces).decode(errors='replace')
+      self.assertEqual(joined, choice['message']['content'])
+      self.assertNotIn('\ufffd'.encode(), pieces)
+      parts += sum('\ufffd' in t['token'] for t in tokens)
+    self.assertGreater(parts, 0)
+
+  def test_offsets_of_tokens_are_within_the_text(self):
+    _, key = self.kit.open('serve')
+    body = {'model': lib.MODEL, 'prompt': 'add', 'logprobs': 1, 'seed': 1}
+    free = self.post(_PLAIN, key, {**body, 'max_tokens': 40}).json()
+    text = free['choices'][0]['text']
+    for stop in ([], [text[len(text) // 2 :][:2]]):
+      reply = self.post(_PLAIN, key, {**body, 'max_tokens': 40, 'stop': stop})
+      (choice,) = reply.json()['choices']
+      shown = choice['logprobs']
+      self.assertEqual(''.join(shown['tokens']), choice['text'])
+      for at, token in zip(shown['text_offset'], shown['tokens'], strict=True):
+        self.assertEqual(choice['text'][at : at + len(token)], token)
+
+  def test_routes_by_turns_begin_one_token_before_the_turn(self):
+    _, key = self.kit.open('serve')
+    messages, rows, total, seen = lib.ask()['messages'], [], 0, 0
+    for start in (0, 1):  # tokens that the first row is behind the turn's end
+      body = {
+          **lib.ask(**_EXACT, seed=1),
+          'messages': messages,
+          'routed_experts_start_len': max(total - start, 0),
+      }
+      (choice,) = self.post(_CHAT, key, body).json()['choices']
+      ids = [*choice['prompt_token_ids'], *choice['token_ids']]
+      self.assertGreater(len(ids), seen)
+      total = seen = len(ids)
+      rows.append(_experts(choice))
+      messages = [*messages, choice['message'], lib.ask('b')['messages'][0]]
+    # What sampled last was no input yet: its row comes with the next turn.
+    self.assertTrue(np.all(rows[0][-1] == 255))
+    joined = np.concatenate([rows[0][:-1], rows[1]])
+    self.assertLen(joined, total)
+    self.assertTrue(np.all(joined[:-1] < 4))
+
   def test_stop_strings_end_the_sample_where_they_are_complete(self):
     name, key = self.kit.open('serve')
     body = lib.ask(max_tokens=40, seed=1, **_EXACT)
@@ -244,14 +317,16 @@ class ReplyTest(_Case):
 class RefusalTest(_Case):
 
   @parameterized.named_parameters(
-      ('top_p', {'top_p': 0.5}, 'top_p'),
+      ('top_p', {'top_p': 0}, 'top_p'),
       ('temperature', {'temperature': -1}, 'temperature'),
       ('infinite', {'temperature': 1e999}, 'temperature'),
       ('text_temperature', {'temperature': 'hot'}, 'temperature'),
       ('max_tokens', {'max_tokens': 0}, 'max_tokens'),
       ('bool', {'max_tokens': True}, 'max_tokens'),
       ('n', {'n': 1000}, 'n'),
-      ('penalty', {'presence_penalty': 1}, 'presence_penalty'),
+      ('penalty', {'presence_penalty': 3}, 'presence_penalty'),
+      ('top_k', {'top_k': 0.5}, 'top_k'),
+      ('bias', {'logit_bias': {'5': 1}}, 'logit_bias'),
       ('top_logprobs', {'logprobs': True, 'top_logprobs': 3}, 'top_logprobs'),
       ('unknown', {'beam_width': 3}, 'beam_width'),
       ('stop', {'stop': ['']}, 'stop'),
@@ -303,6 +378,84 @@ class RefusalTest(_Case):
     for prompt in ([], [384], [-1], [[1]], ['a']):
       self.error(self.post(_PLAIN, key, {**body, 'prompt': prompt}), 400)
     self.assertEqual(self.kit.segments(name), ())  # and none counts as lost
+
+  @parameterized.parameters(
+      ({'tools': '{}'},),
+      (
+          {
+              'tools': [
+                  {'type': 'function', 'function': {'name': 'f', 'x': '{}'}}
+              ]
+          },
+      ),
+      ({'messages': [{'role': 'user', 'content': 'x', 'extra': '{}'}]},),
+      ({'metadata': '{}'},),
+  )
+  def test_nested_too_deeply(self, fields):
+    _, key = self.kit.open('serve')
+    for depth in (70, 500, 900, 40_000):
+      for opened, closed in (('[', ']'), ('{"a":', '}')):
+        nested = opened * depth + '1' * (opened != '[') + closed * depth
+        body = json.dumps({**lib.ask(), **fields}).replace('"{}"', nested)
+        response = self.http.post(_CHAT, content=body, headers=lib.bearer(key))
+        self.assertIn('nested too deeply', self.error(response, 400)['message'])
+
+  def test_arguments_may_be_any_text(self):
+    _, key = self.kit.open('serve')
+    user = {'role': 'user', 'content': 'x'}
+    for text in ('{"a":' * 80 + '1' + '}' * 80, '[' * 990 + ']' * 990, '[' * 9):
+      function = {'name': 'f', 'arguments': text}
+      call = {'id': 'x', 'type': 'function', 'function': function}
+      said = {'role': 'assistant', 'tool_calls': [call]}
+      body = {**lib.ask(), 'messages': [user, said, user]}
+      response = self.post(_CHAT, key, body)
+      self.assertIn(response.status_code, (200, 400), response.text)
+
+  def test_text_that_cannot_fit_is_refused_before_it_is_encoded(self):
+    _, key = self.kit.open('serve')
+    text = 'add def x y ' * (8_000_000 // 12)
+    tool = {'type': 'function', 'function': {'name': 'f', 'description': text}}
+    start = time.monotonic()
+    for path, fields in (
+        (_CHAT, lib.ask(text)),
+        (_CHAT, lib.ask(tools=[tool])),
+        (_PLAIN, {'model': lib.MODEL, 'prompt': text}),
+        (_PLAIN, {'model': lib.MODEL, 'prompt': [1] * 1_000_000}),
+        ('/tokenize', {'prompt': text}),
+        ('/tokenize', lib.ask(text)),
+    ):
+      error = self.error(self.post(path, key, fields), 400)
+      self.assertEqual(error['code'], 'context_length_exceeded')
+      self.assertLess(len(error['message']), 200)
+    error = self.error(self.post(_CHAT, key, lib.ask(stop=text)), 400)
+    self.assertEqual(error['param'], 'stop')
+    # Encoding one of them alone takes longer.
+    with self.assertRaises(concurrent.futures.TimeoutError):
+      with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(self.kit.chat.encode, text)
+        encoding.result(time.monotonic() - start)
+
+  def test_others_are_answered_while_a_long_text_is_encoded(self):
+    _, key = self.kit.open('serve')
+    encoding, go_on = threading.Event(), threading.Event()
+    self.addCleanup(go_on.set)
+    encode = self.kit.chat.encode
+
+    def slow(text):
+      encoding.set()
+      go_on.wait(60)
+      return encode(text)
+
+    self.kit.chat.encode = slow
+    self.addCleanup(delattr, self.kit.chat, 'encode')
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      body = {'model': lib.MODEL, 'prompt': 'add', 'max_tokens': 2}
+      held = pool.submit(self.post, _PLAIN, key, body)
+      self.assertTrue(encoding.wait(60))
+      self.assertEqual(self.http.get('/health').status_code, 200)
+      self.assertFalse(held.done())
+      go_on.set()
+      self.assertEqual(held.result().status_code, 200)
 
   def test_oversized(self):
     _, key = self.kit.open()
@@ -482,6 +635,40 @@ class LeaveTest(_Case):
     (same,) = self.kit.segments(twin)
     self.assertEqual(same.tokens.tolist(), segment.tokens.tolist())
 
+  @parameterized.parameters(True, False)
+  def test_who_leaves_during_the_commit_has_been_answered(self, stream):
+    name, key = self.kit.open()
+    body = lib.ask(stream=stream)
+    capture, held = self.kit.capture, threading.Event()
+    self.addCleanup(held.set)
+    self.kit.gate.clear()
+    raw = self._raw(key, body)
+    lib.wait(lambda: self.metric('calls') == 1)
+    session = self.kit.service._sessions[name]
+    (work,) = session.works.values()
+    lib.wait(work.started.is_set)  # its admission is on disk
+    begun = threading.Event()
+    blocked = capture._do(lambda _: (begun.set(), held.wait(120)))
+    self.assertTrue(begun.wait(60))
+    self.kit.gate.set()
+    lib.wait(lambda: not capture._jobs.empty())
+    raw.close()
+    lib.wait(lambda: not session.works)
+    self.assertEqual(self.metric('calls'), 1)
+    held.set()
+    blocked.result(60)
+    lib.wait(lambda: self.metric('calls') == 0)
+    replayed = self.metric('replayed_replies_total')
+    again = self.http.post(
+        _CHAT,
+        content=json.dumps(body),
+        headers={**lib.bearer(key), 'x-stainless-retry-count': '1'},
+    )
+    self.assertEqual(again.status_code, 200)
+    self.assertEqual(self.metric('replayed_replies_total'), replayed + 1)
+    (segment,) = self.kit.segments(name)  # it is trained, and once
+    lib.check_rescored(self, [segment])
+
   def test_a_stream_that_is_left_in_the_middle(self):
     name, key = self.kit.open()
     cancelled = self.kit.engine.stats().cancelled
@@ -553,6 +740,128 @@ class LeaveTest(_Case):
       self.assertEqual(self.kit.segments(name), ())
       self.error(held.result(), 410)
     self.kit.gate.set()
+
+
+class _Thinker(template.ChatFormat):
+  """Reads the first letters of every reply as a thought."""
+
+  def text(self, ids):
+    text = super().text(ids)
+    return f'<think>\n{text[:8]}{"</think>" * (len(text) > 8)}{text[8:]}'
+
+
+class ThoughtTest(parameterized.TestCase):
+
+  def test_a_stream_gives_the_thought_first(self):
+    chat = _Thinker(lib.tokenizer(), template.COMPACT_TEMPLATE, ['<|end|>'])
+    kit = lib.Kit(self.create_tempdir().full_path, chat_format=chat)
+    self.addCleanup(kit.close)
+    _, key = kit.open('serve')
+    kit.delay = 0.05
+    body = lib.ask(max_tokens=60, seed=1)
+    with httpx.Client(base_url=kit.url, timeout=120) as http:
+      header = lib.bearer(key)
+      whole = http.post(_CHAT, json=body, headers=header).json()
+      body['stream'] = True
+      text = http.post(_CHAT, json=body, headers=header).text
+    events = [
+        json.loads(e.removeprefix('data: '))['choices'][0]['delta']
+        for e in text.split('\n\n')[:-2]
+    ]
+    said = [(k, v) for e in events for k, v in e.items() if v and k != 'role']
+    names = [name for name, _ in said]
+    self.assertEqual(names, sorted(names, reverse=True))
+    self.assertGreater(names.count('content'), 1)
+    for name in ('reasoning_content', 'content'):
+      pieces = ''.join(piece for n, piece in said if n == name)
+      self.assertNotEmpty(pieces)
+      self.assertEqual(pieces, whole['choices'][0]['message'][name])
+
+
+class SlowTest(parameterized.TestCase):
+  """Clients that do not go on, and do not leave."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.kit = lib.Kit(cls.enter_context(_folder()), patience=1.0)
+    cls.addClassCleanup(cls.kit.close)
+
+  def _connect(self, *sent, receive=None):
+    host, port = urllib.parse.urlsplit(self.kit.url).netloc.split(':')
+    raw = socket.socket()
+    if receive:
+      raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    raw.settimeout(120)
+    raw.connect((host, int(port)))
+    self.addCleanup(raw.close)
+    raw.sendall(b''.join(sent))
+    return raw
+
+  def _head(self, size):
+    _, key = self.kit.open('serve')
+    return (
+        f'POST {_CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n'
+        f'Content-Length: {size}\r\n\r\n'
+    ).encode()
+
+  def _ended(self, raw, dribble=b''):
+    """Whether the server ends the connection, however the client dribbles."""
+    with contextlib.suppress(ConnectionError):
+      raw.setblocking(False)
+      end = time.monotonic() + 120
+      while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+          if not raw.recv(1 << 16):
+            return True
+        time.sleep(0.1)
+        raw.sendall(dribble)
+      return False
+    return True
+
+  def test_no_request(self):
+    self.assertTrue(self._ended(self._connect()))
+
+  def test_half_a_head(self):
+    raw = self._connect(b'GET /health HTTP/1.1\r\nHost: x\r\nX-A: ')
+    self.assertTrue(self._ended(raw, b'a'))
+
+  def test_half_a_body(self):
+    raw = self._connect(self._head(10**6), b'{')
+    self.assertTrue(self._ended(raw, b' '))
+    # Nor does an answer before the body is there let the rest take for ever.
+    raw = self._connect(self._head(10**6).replace(b'Bearer', b'B'), b'{')
+    self.assertTrue(self._ended(raw, b' '))
+
+  def test_half_a_head_after_an_answer(self):
+    raw = self._connect(b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n')
+    self.assertStartsWith(raw.recv(100), b'HTTP/1.1 200')
+    raw.sendall(b'GET /health HTT')
+    self.assertTrue(self._ended(raw))
+
+  def test_half_closed(self):
+    raw = self._connect(self._head(100), b'{')
+    raw.shutdown(socket.SHUT_WR)
+    self.assertTrue(self._ended(raw))
+    lib.wait(lambda: not self.kit.server._server.server_state.connections)
+
+  def test_who_takes_nothing_of_the_answer(self):
+    connections = self.kit.server._server.server_state.connections
+    lib.wait(lambda: not connections)
+    ask = b'GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n'
+    raw = self._connect(ask * 2000, receive=4096)
+    lib.wait(lambda: connections)
+    lib.wait(lambda: not connections, 120)
+    del raw
+
+  def test_a_call_may_take_longer_than_its_client_may(self):
+    content = json.dumps(lib.ask(max_tokens=3)).encode()
+    self.kit.gate.clear()
+    raw = self._connect(self._head(len(content)), content)
+    lib.wait(lambda: self.kit.service._calls == 1)
+    time.sleep(3)
+    self.kit.gate.set()
+    self.assertStartsWith(raw.recv(100), b'HTTP/1.1 200')
 
 
 class LossTest(parameterized.TestCase):

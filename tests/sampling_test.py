@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.rollout import sampling
+from composer_jax.rollout import slots
 
 _VOCAB = 61  # odd: no vector width divides it
 _SAMPLE = jax.jit(sampling.sample)
@@ -41,6 +42,68 @@ def _chi_square(tokens, probs):
   cells, want = cells[want > 0], want[want > 0]
   freedom = cells.size - 1
   return (np.sum((cells - want) ** 2 / want) - freedom) / np.sqrt(2 * freedom)
+
+
+_SHAPE = jax.jit(sampling.shape)
+
+
+def _shaped(logps, *, counts=None, prompted=None, temperature=1.0, **fields):
+  zeros = np.zeros(logps.shape, np.int32)
+  row = np.array(slots.Shaping(**fields), np.float32)
+  out = _SHAPE(
+      logps,
+      zeros if counts is None else counts,
+      zeros > 0 if prompted is None else prompted,
+      np.full(len(logps), temperature, np.float32),
+      np.tile(row, (len(logps), 1)),
+  )
+  return np.asarray(out)
+
+
+class ShapeTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      {'top_k': 7},
+      {'top_p': 0.6},
+      {'min_p': 0.2},
+      {'top_p': 0.9, 'top_k': 5, 'min_p': 0.05, 'temperature': 0.7},
+      {},
+  )
+  def test_cuts(self, temperature=1.0, **fields):
+    logps = _random_logps(9)
+    shaped = _shaped(logps, temperature=temperature, **fields)
+    want = slots.Shaping(**fields)
+    for row, got in zip(logps, shaped, strict=True):
+      probs = np.exp(row.astype(np.float64) / temperature)
+      probs /= probs.sum()
+      order, kept, mass = np.argsort(-probs), set(), 0.0
+      for rank, i in enumerate(order):
+        if mass < want.top_p and (not want.top_k or rank < want.top_k):
+          if probs[i] >= want.min_p * probs.max():
+            kept.add(int(i))
+        mass += probs[i]
+      self.assertEqual(set(np.flatnonzero(np.isfinite(got))), kept)
+      self.assertEqual(got[[*kept]].tobytes(), row[[*kept]].tobytes())
+
+  def test_penalties(self):
+    logps = _random_logps(1)
+    counts = np.zeros(logps.shape, np.int32)
+    counts[0, 3], counts[0, 4] = 1, 3
+    prompted = np.zeros(logps.shape, bool)
+    prompted[0, 4:6] = True
+    got = _shaped(
+        logps,
+        counts=counts,
+        prompted=prompted,
+        frequency=0.5,
+        presence=0.25,
+        repetition=1.5,
+    )
+    want = logps.copy()
+    want[0, 3:6] *= 1.5
+    want[0, 3] -= 0.75
+    want[0, 4] -= 1.75
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 class SamplingTest(parameterized.TestCase):

@@ -75,6 +75,7 @@ class Kit:
       max_calls=200,
       model=EXPERIMENT.model,
       weights=None,
+      patience=server_lib.PATIENCE_SECONDS,
       **sizes,
   ):
     self.gate = threading.Event()
@@ -90,7 +91,7 @@ class Kit:
         refresh=self._refresh,
     )
     self.capture = capture_lib.Capture(pathlib.Path(folder))
-    self.server = server_lib.Server(server_lib.bind('127.0.0.1', 0))
+    self.server = server_lib.Server(server_lib.bind('127.0.0.1', 0), patience)
     self.url = self.server.url
     self.chat = chat_format or template.compact(tokenizer())
     self._max_calls = max_calls

@@ -400,12 +400,17 @@ class ReplyTest(parameterized.TestCase):
   def test_what_is_certain_only_grows_and_is_the_content(self, pieces):
     form = _FORM
     ids = form.encode(''.join(pieces))
-    shown = ''
-    for n in range(len(ids) + 1):
-      more = form.visible(ids[:n])
-      self.assertStartsWith(more, shown)
-      shown = more
-    self.assertStartsWith(form.parse(ids).content or '', shown)
+    said = form.parse(ids)
+    for see, whole in (
+        (form.visible, said.content),
+        (form.thought, said.reasoning),
+    ):
+      shown = ''
+      for n in range(len(ids) + 1):
+        more = see(ids[:n])
+        self.assertStartsWith(more, shown)
+        shown = more
+      self.assertStartsWith(whole or '', shown)
 
 
 _FORM = chat_format(QWEN)

@@ -22,6 +22,7 @@ import tokenizers
 
 from composer_jax.chat import dialects
 from composer_jax.chat import texts
+from composer_jax.chat import token_bytes
 from composer_jax.chat import tool_calls
 
 Message = Mapping[str, Any]
@@ -141,6 +142,7 @@ class ChatFormat:
       self._names['strftime_now'] = strftime_now
     self._reader = tool_calls.reader_of(template)
     added = tokenizer.get_added_tokens_decoder()
+    self._bytes = token_bytes.reader(tokenizer)
     self._special = {t.content: i for i, t in added.items() if t.special}
     # The longest first, as one may begin with another.
     ordered = sorted(self._special, key=len, reverse=True)
@@ -295,7 +297,10 @@ class ChatFormat:
       (text, stand-ins in it -> special tokens that content spells), the same
       stand-ins whatever the count.
     """
-    data = [list(map(self._dialect.message, messages)), texts.legible(list(tools))]
+    data = [
+        list(map(self._dialect.message, messages)),
+        texts.legible(list(tools)),
+    ]
     spelled = sorted(set(self._split.findall('\n'.join(texts.strings(data)))))
     hidden = {texts.stand_in(i): special for i, special in enumerate(spelled)}
     for mark, text in sorted(hidden.items(), key=lambda x: -len(x[1])):
@@ -329,13 +334,19 @@ class ChatFormat:
   def encode(self, text: str) -> list[int]:
     """Ids of text, none of which is a special token."""
     text = texts.legible(text)
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
+    # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+    (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+    return encoding.ids
 
   def text(self, ids: Sequence[int]) -> str:
     """Text of ids without the stop token at their end."""
     if ids and ids[-1] in self.stop_ids:
       ids = ids[:-1]
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def bytes_of(self, token: int) -> bytes:
+    """Bytes of a token, be they a part of a character; none of a stop token."""
+    return b'' if token in self.stop_ids else self._bytes(token)
 
   def spelled(self, ids: Sequence[int]) -> str:
     """Text of ids with every special token; for displays only."""
@@ -351,6 +362,10 @@ class ChatFormat:
       tools: tools on offer, whose schemas say of what types arguments are.
     """
     return tool_calls.read(self._opened + self.text(ids), self._reader, tools)
+
+  def thought(self, ids: Sequence[int]) -> str:
+    """Reasoning of an unfinished reply that is certain; it only ever grows."""
+    return tool_calls.certain_thought(self._opened + self.text(ids))
 
   def visible(self, ids: Sequence[int]) -> str:
     """Content of an unfinished reply that is certain; it only ever grows."""

@@ -332,6 +332,16 @@ def read(text: str, reader: Reader, tools: Sequence[Any] = ()) -> Reply:
   return Reply(rest.rstrip() or None, tuple(calls), reasoning)
 
 
+def certain_thought(text: str) -> str:
+  """The reasoning that `read` will begin with, however the text goes on."""
+  thought, _ = _without_thought(text)
+  if not thought or _THOUGHT in text:
+    return thought or ''
+  ends = [n for n in range(1, len(_THOUGHT)) if text.endswith(_THOUGHT[:n])]
+  thought, _ = _without_thought(text[: len(text) - max(ends, default=0)])
+  return (thought or '').rstrip('\ufffd').rstrip('\n')
+
+
 def certain(text: str, reader: Reader) -> str:
   """The content that `read` will begin with, however the text goes on.
 

@@ -22,6 +22,7 @@ from composer_jax.model import transformer
 from composer_jax.rollout import sampling
 from kernels_triton import contract
 
+_PLAIN_INPUTS = 6  # arrays of `_decode`
 _MOVED = 16  # pages that one call reads or writes
 
 _prefill = jax.jit(
@@ -54,6 +55,58 @@ def _decode(
   return carry[0], out
 
 
+@functools.partial(
+    jax.jit, static_argnames=('cfg', 'steps'), donate_argnames='pages'
+)
+def _decode_shaped(
+    params,
+    pages,
+    table,
+    tokens,
+    positions,
+    routing,
+    seeds,
+    heat,
+    windows,
+    begin,
+    shaping,
+    *,
+    cfg,
+    steps,
+):
+  """`_decode` with `sampling.shape`; the other program stays as it is."""
+  last = table.shape[1] * contract.KEY_BLOCK - 1
+  n = len(tokens)
+  column = jnp.arange(windows.shape[1], dtype=jnp.int32)[None, :]
+  known = column <= positions[:, None]
+  ours = column >= begin[:, None]
+  rows = jnp.arange(n, dtype=jnp.int32)
+  zeros = jnp.zeros((n, cfg.vocab), jnp.int32)
+  count = lambda mask: zeros.at[rows[:, None], windows].add(
+      mask.astype(jnp.int32)
+  )
+  prompted = count(known & ~ours) > 0
+
+  def body(carry, _):
+    pages, tokens, at, recorded, counts = carry
+    logps, pages, routing = decode.step(
+        params, pages, tokens, at, table, cfg=cfg, routing=recorded
+    )
+    shaped = sampling.shape(logps, counts, prompted, heat, shaping)
+    drawn, _ = sampling.sample(
+        shaped, seeds, at + 1, heat, implementation=cfg.kernels
+    )
+    picked = jnp.take_along_axis(logps, drawn[:, None], axis=1)[:, 0]
+    at = jnp.where(at < 0, at, jnp.minimum(at + 1, last))
+    blank = transformer.blank_routing(cfg, n)
+    counts = counts.at[rows, drawn].add(1)
+    return (pages, drawn, at, blank, counts), (drawn, picked, routing)
+
+  carry = pages, tokens, positions, routing, count(known & ours)
+  carry, out = lax.scan(body, carry, length=steps)
+  return carry[0], out
+
+
 @jax.jit
 def _read(pages, ids):
   return jax.tree.map(lambda p: p.at[ids].get(mode='clip'), pages)
@@ -67,7 +120,10 @@ def _write(pages, ids, content):
 
 def compilations() -> int:
   """Programs compiled so far by all runners of this process."""
-  return sum(f._cache_size() for f in (_prefill, _decode, _read, _write))
+  return sum(
+      f._cache_size()
+      for f in (_prefill, _decode, _decode_shaped, _read, _write)
+  )
 
 
 def _geometric(first: int, last: int, factor: int) -> list[int]:
@@ -196,7 +252,9 @@ class Runner:
       n: slots that matter.
       *inputs: arrays of all slots: page table [N width], tokens, positions
         (below 0 where nothing runs), recorded routing of these tokens [N L K],
-        seeds, temperatures.
+        seeds, temperatures; for a shaped sample also windows [N S], tokens of
+        their contexts and `slots.SlotTable.shaping`, whose program compiles
+        when it is first asked for.
 
     Returns:
       (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the
@@ -208,7 +266,8 @@ class Runner:
 
   def _decode(self, pages, inputs):
     steps = self._rollout.steps_per_sync
-    return _decode(self._params, pages, *inputs, cfg=self._cfg, steps=steps)
+    program = _decode if len(inputs) == _PLAIN_INPUTS else _decode_shaped
+    return program(self._params, pages, *inputs, cfg=self._cfg, steps=steps)
 
   def _ids(self, ids: Sequence[int]) -> list[np.ndarray]:
     padded = np.full(-(-len(ids) // _MOVED) * _MOVED, self.pages, np.int32)

@@ -226,8 +226,11 @@ class Lane:
       launched.append(self._prefill())
     self._grow()
     self._resume()
-    if self.table.live.any():
-      launched.append(self._decode(version))
+    # In programs of their own, so that nobody's bits depend on the others.
+    for shaped in (False, True):
+      live = self.table.live & (self.table.shaped == shaped)
+      if live.any():
+        launched.append(self._decode(version, live, shaped))
     return launched
 
   def _prefill(self) -> Collect:
@@ -338,18 +341,20 @@ class Lane:
       self.runner.load(self._cache.pages(slot)[:count], content)
       self.table.live[slot] = True
 
-  def _decode(self, version: int) -> Collect:
+  def _decode(self, version: int, running, shaped: bool) -> Collect:
     table = self.table
-    live = np.flatnonzero(table.live)
+    live = np.flatnonzero(running)
     at, rows = table.length - 1, np.arange(table.length.size)
     out = self.runner.decode(
         live[-1] + 1,
-        self._cache.table,
+        self._cache.table.copy() if shaped else self._cache.table,
         table.tokens[rows, at],
-        np.where(table.live, at, -1),
+        np.where(running, at, -1),
         table.routing[rows, at],
         table.seeds,
         table.temperatures,
+        # Copies: the other program's tokens are collected while this one runs.
+        *((table.tokens.copy(), table.begin, table.shaping) if shaped else ()),
     )
     return functools.partial(self._decoded, live, out, version)
 

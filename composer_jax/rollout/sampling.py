@@ -2,15 +2,16 @@
 
 The noise of a token is a function of (request seed, position of the token)
 alone. Its slot, the size of the batch and the order of arrival do not enter,
-so a request is answered with the same tokens whatever runs beside it. There is
-no top-k and no top-p: a truncated sample has another distribution than the
-log-prob recorded for it, and would bias every importance ratio.
+so a request is answered with the same tokens whatever runs beside it. Cuts and
+penalties (`shape`) are for people who are served, never for training: such a
+sample has another distribution than the log-prob recorded for it, and would
+bias every importance ratio.
 """
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from composer_jax.typing import typed
 from kernels_triton import rows
@@ -33,6 +34,41 @@ def _scores(_, logps, bits, temperatures):
   hot = temperatures[:, None] > 0
   tempered = logps / jnp.where(hot, temperatures[:, None], 1.0)
   return jnp.where(hot, tempered + gumbel, logps)
+
+
+@typed
+def shape(
+    logps: Float32[Array, 'n V'],
+    counts: Int32[Array, 'n V'],
+    prompted: Bool[Array, 'n V'],
+    temperatures: Float32[Array, ' n'],
+    shaping: Float32[Array, 'n 6'],
+) -> Float32[Array, 'n V']:
+  """Log-probs to draw from instead, not normalized, -inf where cut.
+
+  Args:
+    logps: log-softmax of the model.
+    counts: how often a token was sampled for the request.
+    prompted: whether it is in the prompt.
+    temperatures: as in `sample`, which is to have them too.
+    shaping: fields of `slots.Shaping`.
+  """
+  top_p, top_k, min_p, frequency, presence, repetition = (
+      shaping[:, i, None] for i in range(6)
+  )
+  repeated = prompted | (counts > 0)
+  # Log-probs are logits that are nowhere above 0.
+  out = jnp.where(repeated, logps * repetition, logps)
+  out = out - frequency * counts - presence * (counts > 0)
+  heat = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
+  probs = jax.nn.softmax(out / heat, axis=-1)
+  order = -jnp.sort(-probs, axis=-1)
+  below = jnp.cumsum(order, axis=-1) - order  # mass of what is likelier
+  rank = jnp.arange(probs.shape[1], dtype=jnp.float32)[None, :]
+  kept = (below < top_p) & ((rank < top_k) | (top_k <= 0))
+  least = jnp.min(jnp.where(kept, order, jnp.inf), axis=-1, keepdims=True)
+  least = jnp.maximum(least, min_p * order[:, :1])
+  return jnp.where(probs >= least, out, -jnp.inf)
 
 
 @typed

@@ -10,11 +10,36 @@ from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
+
+
+class Shaping(NamedTuple):
+  """What changes the distribution that tokens are drawn from.
+
+  As in other servers: penalties first, then temperature, then the cuts. The
+  log-probs of the tokens stay the model's own, so such a sample is no evidence
+  of the policy that it seems to come from, and is not trained on.
+
+  Attributes:
+    top_p: the likeliest tokens with this mass together.
+    top_k: so many of the likeliest tokens; 0 for all.
+    min_p: tokens with this share of the likeliest one's probability.
+    frequency: taken off for every time a token was sampled for the request.
+    presence: taken off once if it was.
+    repetition: divides the logit of a token in the prompt or the sample.
+  """
+
+  top_p: float = 1.0
+  top_k: int = 0
+  min_p: float = 0.0
+  frequency: float = 0.0
+  presence: float = 0.0
+  repetition: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +56,7 @@ class Request:
     stop_sequences: runs of sampled ids that end the sample like `stop`.
     on_tokens: called with the ids of every block, i32 [n], on the engine's
       thread: it must be quick and may not raise.
+    shaping: None draws from the model's own distribution.
   """
 
   context: trace.TokenTrace
@@ -40,6 +66,7 @@ class Request:
   temperature: float = 1.0
   stop_sequences: tuple[tuple[int, ...], ...] = ()
   on_tokens: Callable[[np.ndarray], None] | None = None
+  shaping: Shaping | None = None
 
 
 class SlotTable:
@@ -57,6 +84,9 @@ class SlotTable:
     blank: id that marks an unknown route.
     seeds: u32 [N].
     temperatures: f32 [N].
+    begin: i32 [N], tokens of the context.
+    shaped: bool [N], whether `shaping` holds.
+    shaping: f32 [N 6], fields of `Shaping`.
   """
 
   def __init__(
@@ -74,6 +104,9 @@ class SlotTable:
     self.seeds = np.zeros(n, np.uint32)
     self.temperatures = np.zeros(n, np.float32)
     self.limit = np.ones(n, np.int32)
+    self.begin = np.ones(n, np.int32)
+    self.shaped = np.zeros(n, bool)
+    self.shaping = np.tile(np.array(Shaping(), np.float32), (n, 1))
     self.order = np.zeros(n, np.int64)
     self._admitted = 0
     self._stop = np.zeros((n, cfg.vocab), bool)
@@ -157,6 +190,9 @@ class SlotTable:
     self.seeds[slot] = request.seed
     self.temperatures[slot] = request.temperature
     self.limit[slot] = self.limit_of(request)
+    self.begin[slot] = n
+    self.shaped[slot] = request.shaping is not None
+    self.shaping[slot] = request.shaping or Shaping()
     self._stop[slot] = False
     self._stop[slot, list(request.stop)] = True
     self._sampled[slot, :n] = context.sampled

@@ -37,16 +37,17 @@ def choice(
   if cut:
     ids, window = ids[:cut], graph.truncate(window, at + cut)
   ended = bool(cut) or ids[-1] in chat.stop_ids
-  texts = [chat.text([i]) for i in ids] if ask.logprobs else []
+  pieces = [chat.bytes_of(i) for i in ids] if ask.logprobs else []
+  shown = before(chat.text(ids), ask.stop)
   out = {
       'finish_reason': 'stop' if ended else 'length',
       'logprobs': openai_replies.logprobs(
-          ask, texts, window.logps[at:].tolist()
+          ask, pieces, window.logps[at:].tolist(), shown
       ),
       **openai_replies.extras(ask, window, at),
   }
   if ask.messages is None:
-    return out | {'text': before(chat.text(ids), ask.stop)}, window, None
+    return out | {'text': shown}, window, None
   said = chat.parse(ids, ask.tools)
   content = said.content
   message: dict[str, Any] = {
@@ -70,10 +71,12 @@ def choice(
             },
         }
         for i, call in enumerate(said.tool_calls)
+        if ask.parallel or not i
     ]
   # A client that sends a text cut short means that text, not these ids.
+  hidden = not ask.parallel and len(said.tool_calls) > 1
   key = None
-  if not cut:
+  if not cut and not hidden:
     key = graph.message_keys([*ask.messages, message], ask.tools)[-1]
   return out | {'message': message}, window, key
 
@@ -103,15 +106,20 @@ def before(text: str, stop: Sequence[str]) -> str:
 
 def certain(
     ask: openai_requests.Ask, chat: session.ChatFormat, ids: Sequence[int]
-) -> str:
-  """What a client may see of unfinished ids; it only ever grows.
+) -> dict[str, str]:
+  """What a client may see of unfinished ids, by name; it only ever grows.
 
   No part of a character, of a tool call or of a stop string is in it.
   """
   if ask.messages is None:
-    text = chat.text(ids).rstrip('\ufffd')
-  else:
-    text = chat.visible(ids)
+    return {'text': _unstopped(ask, chat.text(ids).rstrip('\ufffd'))}
+  return {
+      'reasoning_content': chat.thought(ids),
+      'content': _unstopped(ask, chat.visible(ids)),
+  }
+
+
+def _unstopped(ask: openai_requests.Ask, text: str) -> str:
   text = before(text, ask.stop)
   sizes = [
       n for s in ask.stop for n in range(1, len(s)) if text.endswith(s[:n])

@@ -124,8 +124,8 @@ class _Endpoint:
     session = await self._session(request)
     body = await web.body_of(request)
     self._check_ready()
-    ask = openai_requests.parse(
-        openai_requests.load(body), chat=chat, train=session.mode == 'train'
+    ask = await asyncio.to_thread(
+        self._ask, body, chat, session.mode == 'train'
     )
     if ask.model != service.model:
       raise ApiError(
@@ -153,23 +153,30 @@ class _Endpoint:
     finally:
       release()
 
+  def _ask(self, body: bytes, chat: bool, train: bool) -> openai_requests.Ask:
+    fields = openai_requests.load(body)
+    ask = openai_requests.parse(fields, chat=chat, train=train)
+    openai_requests.check_size(ask, self._service.max_model_len)
+    return ask
+
   async def _events(self, work: session_lib.Work) -> AsyncIterator[bytes]:
     ask, start = work.ask, time.perf_counter()
-    sent = [''] * ask.n
+    sent: list[dict[str, str]] = [{} for _ in range(ask.n)]
     if ask.messages is not None:
       for i in range(ask.n):
         role = {'role': 'assistant', 'content': ''}
         yield web.event(openai_replies.chunk(work.head, i, role))
-    name = 'text' if ask.messages is None else 'content'
     while not work.task.done():
       work.changed.clear()
       for i, ids in enumerate(work.sampled):
-        text = choices.certain(ask, self._service.chat, ids)
-        if new := text[len(sent[i]) :]:
+        shown = choices.certain(ask, self._service.chat, ids)
+        for name, text in shown.items():
+          if not (new := text[len(sent[i].get(name, '')) :]):
+            continue
           if not any(sent):
             seconds = time.perf_counter() - start
             self._service.metrics.first_token.observe(seconds)
-          sent[i] = text
+          sent[i][name] = text
           yield web.event(openai_replies.chunk(work.head, i, {name: new}))
       await asyncio.sleep(_PACE_SECONDS)
       await work.changed.wait()
@@ -200,14 +207,8 @@ class _Endpoint:
         chat='messages' in body,
         train=False,
     )
-    try:
-      if ask.messages is not None:
-        ids = chat.prompt(ask.messages, ask.tools)
-      else:
-        text = ask.prompt
-        ids = chat.encode(text) if isinstance(text, str) else list(text)
-    except ValueError as e:
-      raise ApiError(400, str(e)) from e
+    openai_requests.check_size(ask, limit)
+    ids = list(await session_lib.encoded(ask, chat))
     n = len(ids)
     return web.json_response(
         {'input_tokens': n, 'count': n, 'tokens': ids, 'max_model_len': limit}

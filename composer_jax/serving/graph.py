@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax import trace
+from composer_jax.serving import depth
 
 _FIELDS = ('tokens', 'sampled', 'logps', 'versions')
 
@@ -63,7 +64,7 @@ def message_keys(
     content = [
         message['role'],
         message.get('content') or '',
-        [(call['name'], _parsed(call['arguments'])) for call in calls],
+        [(call['name'], parsed(call['arguments'])) for call in calls],
         message.get('tool_call_id'),
     ]
     key = digest(key, content)
@@ -77,11 +78,13 @@ def digest(before: bytes, value: Any) -> bytes:
   return hashlib.sha256(before + text.encode()).digest()
 
 
-def _parsed(arguments: Any) -> Any:
+def parsed(arguments: Any) -> Any:
+  """The value of JSON text; the text, if it is none or nests too deeply."""
   try:
-    return json.loads(arguments)
+    value = json.loads(arguments)
   except (TypeError, ValueError, RecursionError):
     return arguments
+  return arguments if depth.too_deep(value) else value
 
 
 def child(
@@ -180,7 +183,8 @@ def _claim(leaf: Call, claimed: set[Call]) -> trace.TokenTrace:
   for node in path(leaf):
     if node not in claimed:
       claimed.add(node)
-      sampled[node.prompt_tokens : len(node)] = True
+      own = slice(node.prompt_tokens, len(node))
+      sampled[own] = whole.sampled[own]  # not what was drawn otherwise
   logps = np.where(sampled, whole.logps, np.float32(0))
   return dataclasses.replace(whole, sampled=sampled, logps=logps)
 

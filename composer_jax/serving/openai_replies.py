@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,31 +42,45 @@ def extras(
 
 
 def logprobs(
-    ask: Ask, texts: Sequence[str], logps: Sequence[float]
+    ask: Ask, pieces: Sequence[bytes], logps: Sequence[float], text: str
 ) -> dict[str, Any] | None:
-  """Log-probs of the sampled tokens, in the form of the request's API."""
+  """Log-probs of the sampled tokens, in the form of the request's API.
+
+  Args:
+    ask: the request.
+    pieces: bytes of the tokens, which may be parts of characters.
+    logps: their log-probs.
+    text: what the client is shown; tokens behind its end are empty there.
+  """
   if not ask.logprobs:
     return None
   if ask.messages is None:
-    ends = [0]
-    for text in texts:
-      ends.append(ends[-1] + len(text))
+    ends = [min(end, len(text)) for end in _ends(pieces)]
+    starts = [0, *ends[:-1]]
     return {
-        'tokens': list(texts),
+        'tokens': [text[a:b] for a, b in zip(starts, ends, strict=True)],
         'token_logprobs': list(logps),
         'top_logprobs': None,
-        'text_offset': ends[:-1],
+        'text_offset': starts,
     }
   content = [
       {
-          'token': text,
+          'token': piece.decode(errors='replace'),
           'logprob': logp,
-          'bytes': list(text.encode()),
+          'bytes': list(piece),
           'top_logprobs': [],
       }
-      for text, logp in zip(texts, logps, strict=True)
+      for piece, logp in zip(pieces, logps, strict=True)
   ]
   return {'content': content, 'refusal': None}
+
+
+def _ends(pieces: Sequence[bytes]) -> Iterator[int]:
+  """Characters that are complete after each piece; all, after the last."""
+  decoder, end = codecs.getincrementaldecoder('utf-8')('replace'), 0
+  for i, piece in enumerate(pieces, 1):
+    end += len(decoder.decode(piece, final=i == len(pieces)))
+    yield end
 
 
 def chunk(
@@ -90,22 +105,27 @@ def chunk(
 
 
 def rest(
-    ask: Ask, reply: Mapping[str, Any], sent: Sequence[str]
+    ask: Ask, reply: Mapping[str, Any], sent: Sequence[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
-  """The events of a whole reply, without the text that was sent already."""
+  """The events of a whole reply, without what was sent already.
+
+  Args:
+    ask: the request.
+    reply: the whole reply.
+    sent: text that was sent of each choice, by name (see `choices.certain`).
+  """
   for choice, known in zip(reply['choices'], sent, strict=True):
     index = choice['index']
     own = ('index', 'message', 'text')
     end = {k: v for k, v in choice.items() if k not in own}
     if ask.messages is None:
-      text = choice['text'][len(known) :]
+      text = choice['text'][len(known.get('text', '')) :]
       yield chunk(reply, index, {'text': text}, **end)
       continue
     message = choice['message']
-    if text := (message['content'] or '')[len(known) :]:
-      yield chunk(reply, index, {'content': text})
-    if thought := message.get('reasoning_content'):
-      yield chunk(reply, index, {'reasoning_content': thought})
+    for name in ('reasoning_content', 'content'):  # as they were sampled
+      if text := (message.get(name) or '')[len(known.get(name, '')) :]:
+        yield chunk(reply, index, {name: text})
     for i, call in enumerate(message.get('tool_calls') or ()):
       yield chunk(reply, index, {'tool_calls': [{'index': i, **call}]})
     yield chunk(reply, index, {}, **end)

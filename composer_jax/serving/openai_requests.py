@@ -13,6 +13,8 @@ import json
 from typing import Any, TypeVar
 
 from composer_jax.chat import messages as messages_lib
+from composer_jax.rollout import slots
+from composer_jax.serving import depth
 
 _T = TypeVar('_T')
 
@@ -23,21 +25,20 @@ _TYPES = {
     404: 'not_found_error',
     429: 'rate_limit_error',
 }
-# Fields that change what is sampled -> values that change nothing. Truncated
-# or penalized samples would not have the log-probs that are reported.
-_SAMPLING = {
-    'top_p': (1,),
-    'top_k': (-1, 0),
-    'min_p': (0,),
-    'frequency_penalty': (0,),
-    'presence_penalty': (0,),
-    'repetition_penalty': (1,),
-    'logit_bias': ({},),
+# Fields of `slots.Shaping` -> their names, lowest and highest values.
+_SHAPING = {
+    'top_p': ('top_p', 1e-6, 1),
+    'top_k': ('top_k', -1, 2**24),
+    'min_p': ('min_p', 0, 1),
+    'frequency': ('frequency_penalty', -2, 2),
+    'presence': ('presence_penalty', -2, 2),
+    'repetition': ('repetition_penalty', 0.01, 100),
 }
+_SAMPLING = (*(name for name, _, _ in _SHAPING.values()), 'logit_bias')
 _NEUTRAL = {
     'best_of': (1,),
     'echo': (False,),
-    'parallel_tool_calls': (True,),
+    'logit_bias': ({},),
     'response_format': ({'type': 'text'},),
     'suffix': ('',),
     'tool_choice': ('auto', 'none'),
@@ -45,8 +46,12 @@ _NEUTRAL = {
 }
 _IGNORED = (
     *('metadata', 'prompt_cache_key', 'safety_identifier', 'service_tier'),
-    *('store', 'user'),
+    *('reasoning_effort', 'store', 'user', 'verbosity'),
 )
+# No text of ours has more characters per token. Encoding takes time and memory
+# by the character, so what cannot fit is refused before it.
+_CHARS_PER_TOKEN = 16
+_STOP_CHARS = 1000
 
 
 class ApiError(Exception):
@@ -81,6 +86,8 @@ class Ask:
     prompt: prompt of a plain completion: text, or token ids.
     max_tokens: None for as many as fit.
     stop: strings that end a reply and do not belong to it.
+    shaping: cuts and penalties of a call that is not trained on.
+    parallel: whether more than the first of several tool calls is shown.
   """
 
   model: str
@@ -92,6 +99,8 @@ class Ask:
   temperature: float = 1.0
   seed: int | None = None
   stop: tuple[str, ...] = ()
+  shaping: slots.Shaping | None = None
+  parallel: bool = True
   stream: bool = False
   include_usage: bool = False
   logprobs: bool = False
@@ -104,17 +113,51 @@ def load(body: bytes) -> dict[str, Any]:
   """Reads a JSON object.
 
   Raises:
-    ApiError: it is none, or holds text that is not Unicode.
+    ApiError: it is none, nests too deeply, or holds text that is not Unicode.
   """
   try:
     value = json.loads(body)
     json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
-  except (ValueError, RecursionError) as e:
-    reason = str(e) or 'nested too deeply'
-    raise ApiError(400, f'body: not valid JSON: {reason}') from e
+  except RecursionError as e:
+    raise ApiError(400, f'body: {depth.ERROR}') from e
+  except ValueError as e:
+    raise ApiError(400, f'body: not valid JSON: {e}') from e
   if not isinstance(value, dict):
     raise ApiError(400, f'body: a JSON {type(value).__name__}; want an object')
+  for name, field in value.items():
+    if depth.too_deep(field):
+      raise ApiError(400, f'{name}: {depth.ERROR}', param=name)
   return value
+
+
+def check_size(ask: Ask, context_tokens: int) -> None:
+  """Refuses a prompt that cannot fit, before anything is done by its length.
+
+  Raises:
+    ApiError: it has more characters, or ids, than any that fits.
+  """
+  plain = ask.messages is None
+  size = len(ask.prompt) if plain else _chars([*ask.messages, *ask.tools])
+  ids = plain and not isinstance(ask.prompt, str)
+  most = context_tokens * (1 if ids else _CHARS_PER_TOKEN)
+  if size > most:
+    unit = 'tokens' if ids else 'characters'
+    raise ApiError(
+        400,
+        f'prompt: {size} {unit}; must be at most {most}, as the context holds'
+        f' {context_tokens} tokens',
+        param='prompt' if plain else 'messages',
+        code='context_length_exceeded',
+    )
+
+
+def _chars(value: Any) -> int:
+  """Characters of all strings in a JSON value."""
+  if isinstance(value, Mapping):
+    return sum(len(k) + _chars(v) for k, v in value.items())
+  if isinstance(value, list):
+    return sum(map(_chars, value))
+  return len(value) if isinstance(value, str) else 0
 
 
 class _Fields:
@@ -183,8 +226,6 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
   fields.drop(*_IGNORED)
   if train:
     fields.drop(*_SAMPLING, 'temperature', 'seed')
-  for name, allowed in _SAMPLING.items():
-    fields.neutral(name, allowed)
   temperature = fields.take('temperature', (int, float), 1.0)
   if not 0 <= temperature <= 100:  # NaN is neither
     raise _refusal('temperature', temperature, 'must be in [0, 100]')
@@ -201,6 +242,8 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
       temperature=float(temperature),
       seed=seed,
       stop=_stop(fields),
+      shaping=_shaping(fields),
+      parallel=fields.take('parallel_tool_calls', bool, True),
       stream=fields.take('stream', bool, False),
       include_usage=options.take('include_usage', bool, False),
       return_token_ids=fields.take('return_token_ids', bool, False),
@@ -232,6 +275,19 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
   return ask
 
 
+def _shaping(fields: _Fields) -> slots.Shaping | None:
+  values = {}
+  for field, (name, low, high) in _SHAPING.items():
+    default = getattr(slots.Shaping(), field)
+    kinds = int if isinstance(default, int) else (int, float)
+    values[field] = value = fields.take(name, kinds, default)
+    if not low <= value <= high:
+      raise _refusal(name, value, f'must be in [{low}, {high}]')
+  values['top_k'] = max(values['top_k'], 0)  # -1, too, is all
+  shaping = slots.Shaping(**values)
+  return None if shaping == slots.Shaping() else shaping
+
+
 def _max_tokens(fields: _Fields) -> int | None:
   old = fields.count('max_tokens', 1, None)
   return fields.count('max_completion_tokens', 1, old)
@@ -240,8 +296,11 @@ def _max_tokens(fields: _Fields) -> int | None:
 def _stop(fields: _Fields) -> tuple[str, ...]:
   stop = fields.take('stop', (str, list), [])
   stop = [stop] if isinstance(stop, str) else stop
-  if len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
-    raise _refusal('stop', stop, 'want up to 16 strings, none of them empty')
+  if len(stop) > 16 or not all(
+      isinstance(s, str) and 0 < len(s) <= _STOP_CHARS for s in stop
+  ):
+    want = f'want up to 16 strings of 1 to {_STOP_CHARS} characters'
+    raise _refusal('stop', stop, want)
   return tuple(stop)
 
 

@@ -10,13 +10,16 @@ import socket
 import threading
 from typing import Any, Self, TypeVar
 
+import h11
 from starlette import applications
 import uvicorn
+from uvicorn.protocols.http import h11_impl
 
 _CLOSE_SECONDS = 5  # for what still runs
 # Longer than clients keep idle connections, or one that is being used again
 # would be closed now and then.
 _IDLE_SECONDS = 120
+PATIENCE_SECONDS = 300.0
 T = TypeVar('T')
 
 
@@ -42,6 +45,40 @@ def bind(host: str, port: int) -> socket.socket:
   return taken
 
 
+class _Protocol(h11_impl.H11Protocol):
+  """Ends a connection whose client does not complete a request."""
+
+  patience: float  # seconds; see `Server`
+  _timer: asyncio.TimerHandle | None = None
+
+  def connection_made(self, transport) -> None:
+    super().connection_made(transport)
+    self._watch()
+
+  def handle_events(self) -> None:
+    super().handle_events()
+    self._watch()
+
+  def on_response_complete(self) -> None:
+    super().on_response_complete()
+    self._watch()
+
+  def connection_lost(self, exc) -> None:
+    super().connection_lost(exc)
+    self._stop()
+
+  def _watch(self) -> None:
+    if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+      self._stop()
+    elif self._timer is None:  # one for head and body, however slowly they come
+      self._timer = self.loop.call_later(self.patience, self.transport.abort)
+
+  def _stop(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+
+
 class Server:
   """Serves an app between `start` and `stop`.
 
@@ -50,13 +87,24 @@ class Server:
     url: where it is reached.
   """
 
-  def __init__(self, taken: socket.socket):
+  def __init__(self, taken: socket.socket, patience: float = PATIENCE_SECONDS):
     """Starts the loop, but nothing listens yet.
 
     Args:
       taken: socket from `bind`.
+      patience: seconds that a client has for a whole request, and to take what
+        was sent to it; then its connection is ended.
     """
     self._socket = taken
+    self._patience = patience
+    # The kernel ends connections whose client takes nothing, or is gone.
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (
+        (socket.TCP_USER_TIMEOUT, 1000 * patience),
+        (socket.TCP_KEEPIDLE, patience / 2),
+        (socket.TCP_KEEPINTVL, patience / 4),
+    ):
+      taken.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds)))
     host, port = taken.getsockname()[:2]
     host = f'[{host}]' if ':' in host else host
     self.url = f'http://{host}:{port}'
@@ -86,6 +134,7 @@ class Server:
         lifespan='off',
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         timeout_keep_alive=_IDLE_SECONDS,
+        http=type('Protocol', (_Protocol,), {'patience': self._patience}),
         ws='none',
     )
     self._server = uvicorn.Server(settings)

@@ -4,8 +4,11 @@ A rollout is opened under a secret key; its calls sample with the engine, go on
 from the exact tokens of earlier ones, and are on disk before anybody hears the
 end of a reply. All methods run on one event loop.
 
-A client that gives up ends its call: nobody saw the reply, so it is not trained
-on, and nothing is missing either. A call that ends because the process or the
+What decides about a reply is its commit. A client that gives up before it ends
+its call: it is not trained on, and nothing is missing either. One that leaves
+during the commit, or later, changes nothing: the reply is a call of the rollout
+and is trained. A retry is answered with it, and which bytes of an answer its
+client has read is known to nobody. A call that ends because the process or the
 engine did is lost, and its rollout incomplete, unless a retry is answered.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -239,19 +243,23 @@ class Service:
       work.head = json.loads(stored.reply)
       return work.head
     ask = work.ask
-    parent, context = session.context(ask, self.chat, self.max_model_len)
     if self._calls and self._calls + ask.n > self._max_calls:
       raise openai_requests.ApiError(
           429,
           f'{self._calls} calls are sampled or waiting; try again later',
           retry_after=RETRY_SECONDS,
       )
-    # The same number as before it was lost: the same seed, too.
-    number = stored.number if stored else session.next
-    work.head = self._head(session, ask, number)
     self._calls += ask.n
     try:
-      windows = await self._sample(session, work, number, context)
+      async with session.turn:
+        parent, context = await session.context(
+            ask, self.chat, self.max_model_len
+        )
+        # The same number as before it was lost: the same seed, too.
+        number = stored.number if stored else session.next
+        work.head = self._head(session, ask, number)
+        pending, admitted = self._admit(session, work, number, context)
+      windows = await self._sample(session, work, number, pending, admitted)
       return await self._keep(session, work, number, parent, context, windows)
     except (RuntimeError, OSError) as e:
       raise openai_requests.ApiError(
@@ -270,8 +278,8 @@ class Service:
         'model': self.model,
     }
 
-  async def _sample(self, session, work, number, context):
-    """The windows of all choices."""
+  def _admit(self, session, work, number, context):
+    """Queues a call; returns futures of its windows, and of its record."""
     ask, chat = work.ask, self.chat
     seed, first = session.seed, number
     if session.mode == 'serve' and ask.seed is not None:
@@ -287,6 +295,7 @@ class Service:
             ask.temperature,
             sequences,
             self._listener(work, i) if ask.stream else None,
+            ask.shaping,
         )
         for i in range(ask.n)
     ]
@@ -294,9 +303,8 @@ class Service:
       pending = self.engine.submit_group(requests)
     except ValueError as e:
       raise openai_requests.ApiError(400, str(e)) from e
-    numbers = set(range(number, number + ask.n))
     session.next = max(session.next, number + ask.n)
-    session.pending |= numbers
+    session.pending |= set(range(number, number + ask.n))
     admission = capture_lib.Admission(
         number,
         ask.n,
@@ -305,13 +313,18 @@ class Service:
         work.request,
         graph.digest(b'', ask.tools),
     )
+    return pending, self._capture.admit(session.id, admission)
+
+  async def _sample(self, session, work, number, pending, admitted):
+    """The windows of all choices."""
+    choices = work.ask.n
     try:
-      await asyncio.wrap_future(self._capture.admit(session.id, admission))
+      await asyncio.wrap_future(admitted)
       work.started.set()
       return await asyncio.gather(*map(asyncio.wrap_future, pending))
     except asyncio.CancelledError:
-      self._capture.cancel(session.id, number, ask.n)
-      session.pending -= numbers
+      self._capture.cancel(session.id, number, choices)
+      session.pending -= set(range(number, number + choices))
       self.metrics.cancelled.inc()
       raise
     finally:
@@ -336,6 +349,9 @@ class Service:
     ask, at = work.ask, len(context)
     choices, calls = [], []
     for i, window in enumerate(windows):
+      if ask.shaping:  # not a sample of the policy: never trained
+        sampled = window.sampled & (np.arange(len(window)) < at)
+        window = dataclasses.replace(window, sampled=sampled)
       shown, window, key = choices_lib.choice(
           ask, self.chat, window, at, f'{work.head["id"]}-{i}'
       )

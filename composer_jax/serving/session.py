@@ -11,6 +11,7 @@ import numpy as np
 
 from composer_jax import trace
 from composer_jax.serving import capture
+from composer_jax.serving import depth
 from composer_jax.serving import graph
 from composer_jax.serving import openai_requests
 
@@ -37,6 +38,12 @@ class ChatFormat(Protocol):
     ...
 
   def parse(self, ids: Sequence[int], tools: Sequence[Any] = ()) -> Any:
+    ...
+
+  def bytes_of(self, token: int) -> bytes:
+    ...
+
+  def thought(self, ids: Sequence[int]) -> str:
     ...
 
   def visible(self, ids: Sequence[int]) -> str:
@@ -96,6 +103,8 @@ class Session:
     next: number of the next call.
     works: calls being worked on, by what a retry of them repeats.
     tasks: tasks of all that is being worked on.
+    turn: held from a look at the calls so far to the next call's number, so
+      that numbers, and with them seeds, are given in the order of arrival.
   """
 
   def __init__(
@@ -116,6 +125,7 @@ class Session:
     self.next = following
     self.works: dict[bytes, Work] = {}
     self.tasks: set[asyncio.Task] = set()
+    self.turn = asyncio.Lock()
     self._keys: dict[bytes, graph.Call] = {}
     self._ends = graph.Ends()
     for call in calls:
@@ -137,7 +147,7 @@ class Session:
     if call.key:
       self._keys[call.key] = call
 
-  def context(
+  async def context(
       self, ask: openai_requests.Ask, chat: ChatFormat, limit: int
   ) -> tuple[graph.Call | None, trace.TokenTrace]:
     """The prompt of a request, with the exact ids of replies that it repeats.
@@ -153,10 +163,8 @@ class Session:
     Raises:
       ApiError: the template refuses the conversation, or it is too long.
     """
-    try:
-      ids = self._ids(ask, chat)
-    except ValueError as e:
-      raise openai_requests.ApiError(400, str(e)) from e
+    said, known = self._known(ask)
+    ids = await encoded(ask, chat, said, known)
     if not 0 < len(ids) < limit:
       raise openai_requests.ApiError(
           400,
@@ -168,16 +176,45 @@ class Session:
     parent = self._ends.find(np.asarray(ids, np.int32))
     return parent, graph.extend(parent, ids[len(parent) if parent else 0 :])
 
-  def _ids(self, ask, chat) -> Sequence[int]:
+  def _known(self, ask: openai_requests.Ask) -> tuple[list[int], int]:
+    """The ids of the messages that end in a known reply, and their number."""
+    keys = graph.message_keys(ask.messages or (), ask.tools)
+    for known in range(len(keys), 0, -1):
+      if call := self._keys.get(keys[known - 1]):
+        return graph.window(call).tokens.tolist(), known
+    return [], 0
+
+
+async def encoded(
+    ask: openai_requests.Ask,
+    chat: ChatFormat,
+    said: Sequence[int] = (),
+    known: int = 0,
+) -> Sequence[int]:
+  """The ids of a prompt; on a thread, as others must not wait for long ones.
+
+  Args:
+    ask: the request.
+    chat: encodes.
+    said: ids of the first `known` messages, the last of which is a reply.
+    known: messages whose ids are known.
+
+  Raises:
+    ApiError: the template refuses the conversation.
+  """
+
+  def ids() -> Sequence[int]:
     if ask.messages is None:
       text = ask.prompt
       return chat.encode(text) if isinstance(text, str) else text
-    keys = graph.message_keys(ask.messages, ask.tools)
-    known = len(keys)
-    while known and keys[known - 1] not in self._keys:
-      known -= 1
     if not known:
       return chat.prompt(ask.messages, ask.tools)
-    said = graph.window(self._keys[keys[known - 1]]).tokens.tolist()
     ended = said[-1] in chat.stop_ids
     return [*said, *chat.tail(ask.messages, ask.tools, known, ended)]
+
+  try:
+    return await asyncio.to_thread(ids)
+  except RecursionError as e:  # arguments that are JSON in a text
+    raise openai_requests.ApiError(400, f'messages: {depth.ERROR}') from e
+  except ValueError as e:
+    raise openai_requests.ApiError(400, str(e)) from e
