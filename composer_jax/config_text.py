@@ -247,6 +247,7 @@ MAY_CHANGE = (
     'rl.stop_on_mismatch',
     'rl.workers',
     'rl.lease_seconds',
+    'harness.episode_seconds',
     'evaluation.showcase',
 )
 

@@ -54,6 +54,8 @@ class HarnessConfig:
     max_context_tokens: Tokens of one context window.
     tool_output_bytes: Bytes of what a tool shows; its middle is cut out.
     tool_seconds: Seconds for the tools of one turn.
+    episode_seconds: Seconds from the first turn to the last; one that takes
+      longer has failed. Its grading is not in it.
     summary_trigger_tokens: Length at which a context window ends with a summary
       by the policy, and another one begins with it. None: one window.
     summary_tokens: Tokens of a summary.
@@ -65,6 +67,7 @@ class HarnessConfig:
   max_context_tokens: checks.Tokens = 128
   tool_output_bytes: Annotated[int, Range(1, 2**26)] = 200
   tool_seconds: checks.Seconds = 5.0
+  episode_seconds: checks.Seconds = 3600.0
   summary_trigger_tokens: checks.Tokens | None = None
   summary_tokens: checks.Tokens = 16
   train_summaries: bool = True
@@ -110,7 +113,8 @@ class RlConfig:
     tokens_per_row: Tokens of one of them.
     norm_tokens: L_norm: Z = rollouts in the batch x norm_tokens.
     withhold_staleness_versions: Older tokens leave the loss only.
-    lease_seconds: Seconds that a rollout has before it is played again.
+    lease_seconds: Seconds without a sign of life from who plays a rollout,
+      after which it is played again.
     workers: Rollouts in flight.
     checkpoint_every_steps: Steps between two checkpoints.
     eval_every_steps: Steps between two evaluations.

@@ -183,7 +183,7 @@ class TextTest(parameterized.TestCase):
     start = _experiment()
     stored = config_text.to_json(start)
     for field in config_text.MAY_CHANGE:
-      edit = f'{field}=17'
+      edit = f'{field}={"true" if "stop" in field else 170}'
       config_text.check_resume(stored, config_text.override(start, edit))
 
 

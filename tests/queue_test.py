@@ -130,6 +130,50 @@ class QueueTest(parameterized.TestCase):
 
     self.run_virtual(test)
 
+  def test_work_of_any_length_keeps_its_lease(self):
+    async def test():
+      q = make()
+      await q.offer('run/0/0', {})
+      lease = await q.lease('rollout', 0.0)
+      work = asyncio.sleep(10.5 * LEASE, 'done')
+      self.assertEqual(await queue_lib.keep(q, lease, LEASE, work), 'done')
+      self.assertTrue(await q.extend(lease))
+
+    self.run_virtual(test)
+
+  def test_work_of_a_lost_lease_is_abandoned(self):
+    async def test():
+      q, ended = make(), []
+
+      async def work():
+        try:
+          await asyncio.sleep(100 * LEASE)
+        finally:
+          ended.append(asyncio.get_running_loop().time())
+
+      await q.offer('run/0/0', {})
+      lease = await q.lease('rollout', 0.0)
+      kept = asyncio.ensure_future(queue_lib.keep(q, lease, LEASE, work()))
+      await asyncio.sleep(LEASE)
+      await q.release(lease, retry=True)
+      self.assertIsNone(await kept)
+      self.assertLess(ended[0], 1.5 * LEASE)  # within a sign of life
+
+    self.run_virtual(test)
+
+  def test_work_that_fails_says_so(self):
+    async def test():
+      async def work():
+        raise ZeroDivisionError
+
+      q = make()
+      await q.offer('run/0/0', {})
+      lease = await q.lease('rollout', 0.0)
+      with self.assertRaises(ZeroDivisionError):
+        await queue_lib.keep(q, lease, LEASE, work())
+
+    self.run_virtual(test)
+
   @parameterized.parameters('hang', 'retry', 'give_up')
   def test_a_task_nobody_finishes_is_delivered_as_lost(self, how):
     async def test():

@@ -11,6 +11,7 @@ segment. The query is context, the summary is sampled and trained like a turn.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -261,12 +262,14 @@ async def run(
     temperature: 1 in training, where log-probs have to be the policy's own.
 
   Returns:
-    An ungraded episode, with a segment for every window. It is MAX_TOKENS if a
+    An episode, with a segment for every window. It is MAX_TOKENS if a
     window is full, or if a summary and what goes with it are too long for a
     window to begin with, and POLICY_FAILURE if something in a turn was too
-    much for us, which leaves the files as they were before. Only a failure of
-    the sandbox or of the policy's server is INFRA_ERROR. A task whose prompt
-    does not fit is MAX_TOKENS without a segment and a submission.
+    much for us, which leaves the files as they were before. If it takes longer
+    than `cfg.episode_seconds` it is a TIMEOUT, and graded: it failed, whatever
+    the files. Only a failure of the sandbox or of the policy's server is
+    INFRA_ERROR. A task whose prompt does not fit is MAX_TOKENS without a
+    segment and a submission.
 
   Raises:
     ValueError: the policy's window does not continue the one it was given.
@@ -281,58 +284,65 @@ async def run(
     return Episode((), trace.StopReason.MAX_TOKENS, None, meta=meta)
   windows.begin(prompt)
   stop, failure, turns = trace.StopReason.MAX_TURNS, '', 0
+  grade: grading.Grade | None = None
   try:
-    while turns < cfg.max_turns:
-      turn = await windows.sample(cfg.max_turn_tokens)
-      turns += 1
-      stop = trace.StopReason.MAX_TURNS
-      try:
+    async with asyncio.timeout(cfg.episode_seconds) as clock:
+      while turns < cfg.max_turns:
+        turn = await windows.sample(cfg.max_turn_tokens)
+        turns += 1
+        stop = trace.StopReason.MAX_TURNS
+        try:
+          with _policys_doing(task):
+            files, text, done = await loop.execute(
+                task, files, renderer.parse(turn)
+            )
+        except tools.ParseError as e:
+          loop.counts['bad_turns'] += 1
+          stop, text, done = trace.StopReason.PARSE_ERROR, str(e), False
+        if done:
+          stop = trace.StopReason.FINISHED
+          break
+        if loop.exhausted:
+          stop = trace.StopReason.TOOL_BUDGET
+          break
+        if turns == cfg.max_turns:
+          break  # an observation that nobody reads
         with _policys_doing(task):
-          files, text, done = await loop.execute(
-              task, files, renderer.parse(turn)
-          )
-      except tools.ParseError as e:
-        loop.counts['bad_turns'] += 1
-        stop, text, done = trace.StopReason.PARSE_ERROR, str(e), False
-      if done:
-        stop = trace.StopReason.FINISHED
-        break
-      if loop.exhausted:
-        stop = trace.StopReason.TOOL_BUDGET
-        break
-      if turns == cfg.max_turns:
-        break  # an observation that nobody reads
-      with _policys_doing(task):
-        observation = renderer.encode_observation(text)
-        crossing = windows.crosses(observation)
-        if crossing:
-          query = renderer.encode_summary_query()
-          room = windows.room() - len(query) - cfg.summary_tokens
-          observation = _observe(renderer, text, room) + query
-      if windows.room(observation) <= 0:
-        stop = trace.StopReason.MAX_TOKENS
-        break
-      windows.append(observation)
-      if crossing:
-        summary = await windows.summarize()
-        loop.counts['summaries'] += 1
-        loop.counts['summary_tokens'] += len(summary)
-        state = windows_lib.State(
-            files=files,
-            turns_left=cfg.max_turns - turns,
-            summaries=loop.counts['summaries'],
-        )
-        with _policys_doing(task):
-          resumed = renderer.encode_resumed(task, summary, state)
-        if not windows.begin(resumed):
+          observation = renderer.encode_observation(text)
+          crossing = windows.crosses(observation)
+          if crossing:
+            query = renderer.encode_summary_query()
+            room = windows.room() - len(query) - cfg.summary_tokens
+            observation = _observe(renderer, text, room) + query
+        if windows.room(observation) <= 0:
           stop = trace.StopReason.MAX_TOKENS
           break
+        windows.append(observation)
+        if crossing:
+          summary = await windows.summarize()
+          loop.counts['summaries'] += 1
+          loop.counts['summary_tokens'] += len(summary)
+          state = windows_lib.State(
+              files=files,
+              turns_left=cfg.max_turns - turns,
+              summaries=loop.counts['summaries'],
+          )
+          with _policys_doing(task):
+            resumed = renderer.encode_resumed(task, summary, state)
+          if not windows.begin(resumed):
+            stop = trace.StopReason.MAX_TOKENS
+            break
   except _Odd as e:
     stop, failure = trace.StopReason.POLICY_FAILURE, str(e)
   except _INFRASTRUCTURE as e:
     stop, failure = trace.StopReason.INFRA_ERROR, repr(e)
+    if isinstance(e, TimeoutError) and clock.expired():
+      stop = trace.StopReason.TIMEOUT
+      failure = f'harness.episode_seconds={cfg.episode_seconds} are over'
+      grade = grading.Grade((False,), 'timeout', reason=failure)
   infra = stop is trace.StopReason.INFRA_ERROR
   meta = {name: str(count) for name, count in sorted(loop.counts.items())}
   meta |= {'turns': str(turns)} | ({'failure': failure} if failure else {})
   files = None if infra else files
-  return Episode(windows.segments, stop, files, meta=meta, log=tuple(loop.log))
+  log = tuple(loop.log)
+  return Episode(windows.segments, stop, files, grade, meta, log)

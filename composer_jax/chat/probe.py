@@ -25,13 +25,6 @@ def check(form: template_lib.ChatFormat, source: str) -> None:
   """
   messages = [dialects.HELLO, _REPLY, _NEXT]
   tools = [dialects.TOOL]
-  shown = form.prompt([dialects.HELLO], tools) != form.prompt([dialects.HELLO])
-  if shown and not form.reads_calls:
-    raise ValueError(
-        'chat template: shows tools, but a call as it writes one cannot be'
-        ' read; take a template in the format of Qwen, Qwen3-Coder, Llama 3,'
-        ' Mistral, DeepSeek or Kimi'
-    )
   end = form.first_special(form.tail(messages, (), 2, ended=False))
   if end not in form.stop_ids:
     found = 'no special token' if end is None else repr(form.spelled([end]))
@@ -39,6 +32,13 @@ def check(form: template_lib.ChatFormat, source: str) -> None:
     raise ValueError(
         f'chat template: ends a reply with {found}, but stop tokens are'
         f' {stop!r}; correct eos_token_id in generation_config.json'
+    )
+  shown = form.prompt([dialects.HELLO], tools) != form.prompt([dialects.HELLO])
+  if shown and not form.reads_calls:
+    raise ValueError(
+        'chat template: shows tools, but a call as it writes one cannot be'
+        ' read; take a template in the format of Qwen, Qwen3-Coder, Llama 3,'
+        ' Mistral, DeepSeek or Kimi'
     )
   text = form.rendered(messages, tools if shown else ())
   whole = tokenizers.Tokenizer.from_str(source).encode(

@@ -55,6 +55,11 @@ class Gate:
   def publish(self, version: trace.WeightVersion) -> None:
     self._set(admission.publish(self.state, version))
 
+  async def reaches(self, version: int) -> None:
+    """Returns once that version, or a newer one, is published."""
+    while self.state.published < version:
+      await self._changed.wait()
+
   def exhaust(self) -> None:
     """Declares that no further prompt will be offered."""
     self._set(admission.exhaust(self.state))

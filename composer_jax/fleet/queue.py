@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 import dataclasses
 import hashlib
 import itertools
 import secrets
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from composer_jax import trace
 from composer_jax.fleet import gate as gate_lib
+
+T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,33 @@ class WorkQueue(Protocol):
   def versions(self) -> AsyncIterator[trace.WeightVersion]:
     """The current version, then newer ones; may skip to the newest."""
     ...
+
+
+async def keep(
+    queue: WorkQueue, lease: Lease, seconds: float, work: Coroutine[Any, Any, T]
+) -> T | None:
+  """Does the work of a lease, with a sign of life every third of it.
+
+  Args:
+    queue: where the lease is from.
+    lease: the lease.
+    seconds: its length without a sign of life.
+    work: may take any time. It is cancelled if the lease is lost nevertheless:
+      somebody else does it by then.
+
+  Returns:
+    What the work returns; None if the lease was lost.
+  """
+  task = asyncio.ensure_future(work)
+  try:
+    while not task.done():
+      await asyncio.wait([task], timeout=seconds / 3)
+      if not task.done() and not await queue.extend(lease):
+        return None
+    return task.result()
+  finally:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 class Gate(Protocol):

@@ -23,19 +23,24 @@ from kernels_triton import contract
 
 
 def check(cfg: config.Experiment) -> None:
-  """Refuses what cannot be split or cut, too few rows, leases too short.
+  """Refuses what cannot be split or cut, too few rows, clocks at odds.
 
   Raises:
     ValueError: names the field, its value and what it must be.
   """
-  tools = cfg.harness.max_turns * cfg.harness.tool_seconds
-  judges = [getattr(r, 'deadline_seconds', 0.0) for r in cfg.rewards]
-  needed = tools + max(judges, default=0.0)
-  if cfg.rl.lease_seconds <= needed:
+  harness = cfg.harness
+  tools = harness.max_turns * harness.tool_seconds
+  if harness.episode_seconds <= tools:
     raise ValueError(
-        f'rl.lease_seconds={cfg.rl.lease_seconds}: must be above {needed:g}, the'
-        ' time of tools and of the slowest judge; a rollout that outlives its'
-        ' lease is lost instead of graded'
+        f'harness.episode_seconds={harness.episode_seconds}: must be above'
+        f' {tools:g}, max_turns * tool_seconds; an episode that uses its tools'
+        ' to the full would fail'
+    )
+  if cfg.rl.lease_seconds > harness.episode_seconds:
+    raise ValueError(
+        f'rl.lease_seconds={cfg.rl.lease_seconds}: must be at most'
+        f' harness.episode_seconds={harness.episode_seconds}; it is how soon a'
+        ' dead worker is noticed, not how long an episode may take'
     )
   mesh = dataclasses.asdict(cfg.mesh)
   params_lib.check_split(cfg.model, sharding.RULES, mesh)

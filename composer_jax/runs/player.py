@@ -94,6 +94,7 @@ class Player:
     loop: event loop of the host's thread; `call` runs a coroutine there.
     environment: time spent on grading in sandboxes.
     renderer: between tasks and tokens.
+    url: URL of the weight store.
   """
 
   def __init__(
@@ -116,7 +117,7 @@ class Player:
         newest version, or one that stays at a version (`FixedFeed`).
     """
     self._cfg = cfg
-    self._url = url
+    self.url = url
     self._make_feed = feed
     self._device = device
     self.renderer = renderer
@@ -128,7 +129,7 @@ class Player:
     )
 
   def __enter__(self) -> Self:
-    self.feed = self._make_feed(self._url)
+    self.feed = self._make_feed(self.url)
     version, params = self.feed.first
     self.engine = engine_lib.Engine(
         self._cfg.model,
@@ -220,7 +221,7 @@ class Player:
           stop=episode.stop,
           meta={**task.meta, **episode.meta},
       )
-    if episode.submission is not None:
+    if episode.submission is not None and episode.grade is None:
       with self.environment:
         grade = await self._grader(task, episode.submission)
       episode = dataclasses.replace(episode, grade=grade)

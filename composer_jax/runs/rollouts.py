@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from collections.abc import Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -23,6 +24,7 @@ from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
 from composer_jax.runs import player
 from composer_jax.weights import publish
+from composer_jax.weights import store as store_lib
 
 _MAX_ATTEMPTS = 3
 _TALLIES = 32  # kept; more than a prompt's admission can lag behind
@@ -140,18 +142,18 @@ class Rollouts:
   async def _roll(self, lease: queue_lib.Lease) -> None:
     rl = self._cfg.rl
     task = training_task(self._cfg, lease.spec['task'])
-    try:
-      # The deadline of the lease bounds the work: a hung environment loses
-      # it, and the task is played again.
-      async with asyncio.timeout(rl.lease_seconds):
-        trajectory = await self._host.rollout(
+    trajectory = await queue_lib.keep(
+        self.queue,
+        lease,
+        rl.lease_seconds,
+        self._host.rollout(
             task,
             lease.id,
             seed=lease.spec['seed'],
             oldest_version=max(lease.version - rl.max_staleness_versions, 0),
-        )
-    except TimeoutError:
-      await self.queue.release(lease, retry=True)
+        ),
+    )
+    if trajectory is None:
       return
     if (
         trajectory.stop is trace.StopReason.INFRA_ERROR
@@ -169,6 +171,7 @@ class Rollouts:
       if not ref.lost:
         trajectory = trace.from_bytes(await self._blobs.get(ref))
         await self._blobs.delete(ref)
+        await self._reach(trajectory.weights)
       prompt, member = admission.parse_task_id(ref.task_id)
       self.gate.add(
           cursor,
@@ -177,6 +180,20 @@ class Rollouts:
           seed=admission.rollout_seed(self._cfg.seed, prompt, member),
           sha256=ref.sha256,
       )
+
+  async def _reach(self, weights: Mapping[int, str]) -> None:
+    """Waits until the gate knows the versions that a result was sampled with.
+
+    Hosts see a version in the store before its publisher has said so. One that
+    the store does not have waits for nothing, and is refused.
+    """
+    for version, digest in weights.items():
+      if version > self.gate.state.published:
+        if await asyncio.to_thread(self._stored, version) == digest:
+          await self.gate.reaches(version)
+
+  def _stored(self, version: int) -> str | None:
+    return store_lib.Store(self._host.url).digest(version)
 
   async def _take(self) -> admission.Consumed | None:
     batch = await self.gate.take()

@@ -194,6 +194,14 @@ class Store:
       yield at, manifest
       at = manifest.parent
 
+  def digest(self, version: int) -> str | None:
+    """Root digest of a version; None: the store does not have it."""
+    link, _ = self.latest()
+    for at, _ in self.history(link) if link else ():
+      if at.version <= version:
+        return at.root if at.version == version else None
+    return None
+
   def horizon(self) -> int:
     """Versions before this one may have been removed."""
     state, data, _ = self.read(HORIZON)

@@ -41,6 +41,7 @@ def experiment() -> cj.Experiment:
           max_context_tokens=window,
           tool_output_bytes=8000,
           tool_seconds=20.0,
+          episode_seconds=2 * 3600.0,
       ),
       rl=cj.RlConfig(
           steps=200,
@@ -49,7 +50,6 @@ def experiment() -> cj.Experiment:
           rows_per_batch=4,
           tokens_per_row=window,
           norm_tokens=4096,
-          lease_seconds=1800.0,
           workers=128,
           checkpoint_every_steps=10,
           eval_every_steps=20,
