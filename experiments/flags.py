@@ -41,6 +41,7 @@ from absl import flags
 from composer_jax import config
 from composer_jax import config_text
 from composer_jax.runs import manifest
+from experiments import disk
 from experiments import job
 
 USAGE_EXIT_CODE = 2
@@ -112,10 +113,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
   Wrong input (a flag, a config field, a work directory, a loss that returns
   NaN) is a ValueError or a FloatingPointError: one line on stderr and exit
-  code 2. Any other error is a fault of the program and keeps its traceback.
+  code 2. A full disk is one line and exit code 1. Any other error is a fault of
+  the program and keeps its traceback.
   """
   flags.DEFINE_bool('traceback', False, 'Shows where an error was raised.')
   program = pathlib.Path(sys.argv[0]).stem
+  disk.quiet_threads()
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, functools.partial(_interrupted, program))
   try:
@@ -129,14 +132,18 @@ def run(main: Callable[[], int | None]) -> NoReturn:
   except (ValueError, FloatingPointError, flags.Error) as e:
     if flags.FLAGS.is_parsed() and flags.FLAGS.traceback:
       traceback.print_exc()
-    print(f'{program}: error: {" ".join(str(e).split())}', file=sys.stderr)
-    code = USAGE_EXIT_CODE
+    full = disk.full(e)
+    message = full or ' '.join(str(e).split())
+    print(f'{program}: error: {message}', file=sys.stderr)
+    code = 1 if full else USAGE_EXIT_CODE
   except KeyboardInterrupt:
     _abort(program)
   except Exception as e:
-    if not job.joined():
+    if full := disk.full(e):
+      print(f'{program}: error: {full}', file=sys.stderr)
+    elif not job.joined():
       raise
-    if flags.FLAGS.traceback or not job.is_loss(e):
+    elif flags.FLAGS.traceback or not job.is_loss(e):
       traceback.print_exc()
     if job.is_loss(e):
       print(f'{program}: error: {job.loss()} ({e})', file=sys.stderr)

@@ -265,6 +265,7 @@ class MetricsTest(parameterized.TestCase):
     _, metrics = _gradients(_pack(_items(stale), now=1))
     # Every sampled token is of version 1, but its prompt is of version 0.
     self.assertEqual(metrics['mismatch/kl_same_version'].count, 0.0)
+    self.assertEqual(metrics['mismatch/max_same_version'].value(), 0.0)
     self.assertGreater(metrics['mismatch/kl_stale'].value(), 0.0)
 
   def test_maximum_is_not_averaged_over_micro_batches(self):

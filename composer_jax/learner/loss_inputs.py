@@ -48,7 +48,9 @@ def mismatch(batch: Batch, stats: TokenStats) -> batch_lib.Metrics:
   return {
       'mismatch/kl_same_version': mean(k3, same),
       'mismatch/kl_stale': mean(k3, stats.mask - same),
-      'mismatch/max_same_version': peak(jnp.abs(log_ratio), same),
+      'mismatch/max_same_version': peak(
+          jnp.where(same > 0, jnp.abs(log_ratio), 0.0), stats.mask
+      ),
       'mismatch/same_version_share': mean(same, stats.mask),
       'mismatch/beyond_ln2': mean(
           (jnp.abs(log_ratio) > jnp.log(2.0)).astype(jnp.float32), stats.mask

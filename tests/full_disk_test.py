@@ -1,0 +1,66 @@
+"""A full disk ends a run in one line, and nothing is lost."""
+
+import errno
+import json
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+from tests import small_run
+
+from experiments import disk
+
+_SIZE = 6_000_000
+# Runs `$@` with $LEFT bytes free, then with the rest free, too.
+_TWICE = """
+head -c $(($SIZE - $LEFT)) /dev/zero > $DIR/filler
+"$@"; echo "first: $?"
+rm $DIR/filler
+"$@"; echo "second: $?"
+cp $DIR/run/metrics.jsonl $KEPT
+"""
+
+
+class FullDiskTest(parameterized.TestCase):
+
+  @parameterized.parameters((700_000, 'checkpoints'), (1_700_000, 'weights'))
+  def test_a_run_goes_on_when_there_is_space(self, left, where):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    kept = folder / 'metrics.jsonl'
+    full = folder / 'disk'
+    full.mkdir()
+    command = ['bwrap', '--dev-bind', '/', '/', '--size', str(_SIZE)]
+    command += ['--tmpfs', str(full), '--', 'bash', '-c', _TWICE, 'twice']
+    done = small_run.finished(
+        command + small_run.command('rl', full / 'run', 'rl.steps=2'),
+        SIZE=str(_SIZE),
+        LEFT=str(left),
+        DIR=str(full),
+        KEPT=str(kept),
+    )
+    self.assertIn('first: 1', done.stdout, done.stderr)
+    self.assertIn('second: 0', done.stdout, done.stderr)
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if line.startswith('rl: error:')]
+    self.assertLen(said, 1)
+    self.assertRegex(said[0], f'the disk of /.*{where}.* is full; free some')
+    self.assertNotIn('Traceback', done.stderr)
+    records = map(json.loads, kept.read_text().splitlines())
+    steps = [r['step'] for r in records if 'reward/mean' in r]
+    self.assertEqual(steps, [1, 2])
+
+  def test_it_is_found_behind_other_errors(self):
+    try:
+      try:
+        raise OSError(errno.ENOSPC, 'No space left on device', '/a/b')
+      except OSError as e:
+        raise RuntimeError('saving failed') from e
+    except RuntimeError as e:
+      self.assertIn('the disk of /a/b is full', disk.full(e))
+    self.assertIsNone(disk.full(OSError(errno.EACCES, 'Permission', '/a')))
+    self.assertIsNone(disk.full(ValueError("os_error_code='13'")))
+    self.assertIsNone(disk.full(None))
+
+
+if __name__ == '__main__':
+  absltest.main()
