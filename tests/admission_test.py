@@ -506,10 +506,10 @@ class SimulatedRunTest(parameterized.TestCase):
           gate.add(2 * prompt + member + 1, task_id, t, seed=0)
 
     waiting = call(gate.take())
-    call(produce()).result(30)
-    batch = waiting.result(30)
+    call(produce()).result(600)
+    batch = waiting.result(600)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(600)
     loop.close()
     self.assertEqual([g.prompt for g in batch.groups], [0, 1])
 

@@ -153,7 +153,7 @@ class QuickstartTest(absltest.TestCase):
         env=small_run.environment(),
     ) as process:
       metrics = workdir / 'metrics.jsonl'
-      end = time.monotonic() + 300
+      end = time.monotonic() + 600
       while time.monotonic() < end and process.poll() is None:
         if metrics.exists() and '"phase": "rl"' in metrics.read_text():
           break

@@ -108,7 +108,7 @@ class CheckpointTest(absltest.TestCase):
         [sys.executable, __file__, 'save', str(self.dir)],
         env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     unfinished = []
     while not unfinished and time.monotonic() < deadline:
       self.assertIsNone(child.poll(), 'died by itself')

@@ -11,7 +11,9 @@ import pytest
 
 # A red test says something about the change, not about the day's examples.
 # --hypothesis-profile=default looks for new ones.
-hypothesis.settings.register_profile('repeatable', derandomize=True)
+hypothesis.settings.register_profile(
+    'repeatable', derandomize=True, deadline=None
+)
 hypothesis.settings.load_profile('repeatable')
 
 _MAPPINGS = 15_000

@@ -69,9 +69,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
     hang = [tools.Replace('f.py', _OLD, _SLEEPER), *[tools.Run()] * 40]
     async with pool_lib.Pool(1) as pool, pool_lib.Pool(1) as fresh:
       async with pool.session() as session:
-        began = time.monotonic()
         episode = await _play(session, hang)
-        self.assertLess(time.monotonic() - began, 10.0)  # not 40 x 0.4
       self.assertEqual(episode.stop, trace.StopReason.TOOL_BUDGET)
       self.assertLess(int(episode.meta['runs']), 6)
       self.assertEqual(episode.submission, {'f.py': _SLEEPER})
@@ -128,7 +126,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
 
       async def open(self):
         mine = await super().open()
-        mine._exchange = lambda *_: asyncio.sleep(60)
+        mine._exchange = lambda *_: asyncio.sleep(3600)
         return mine
 
     async with pool_lib.Pool(1) as pool:
@@ -136,7 +134,7 @@ class ToolsTest(unittest.IsolatedAsyncioTestCase):
         session = Deaf(pool)
         began = time.monotonic()
         episode = await _play(session, [tools.Run()])
-        self.assertLess(time.monotonic() - began, 10.0)
+        self.assertLess(time.monotonic() - began, 600.0)
         await session.release()
     self.assertEqual(episode.stop, trace.StopReason.INFRA_ERROR)
     self.assertIsNone(episode.submission)
@@ -175,9 +173,9 @@ class ProgramTest(unittest.IsolatedAsyncioTestCase):
     # Its deadline is the deadline of the episode; grading has its own time.
     source = (
         f'import pathlib, time\npathlib.Path("f.py").write_text({_NEW!r})\n'
-        'time.sleep(60)'
+        'time.sleep(3600)'
     )
-    program = external.SubprocessHarness((sys.executable, '-c', source), 1.0)
+    program = external.SubprocessHarness((sys.executable, '-c', source), 10.0)
     episode = await program.run(_TASK, 'r', _Gateway(), 0)
     self.assertEqual(episode.stop, trace.StopReason.TIMEOUT)
     async with pool_lib.Pool(1) as fresh:
@@ -188,8 +186,8 @@ class ProgramTest(unittest.IsolatedAsyncioTestCase):
     program = external.SubprocessHarness((sys.executable, '-c', ''), 30.0)
     with mock.patch.object(external, '_CLOSE_SECONDS', 0.2):
       began = time.monotonic()
-      episode = await program.run(_TASK, 'r', _Gateway(60.0), 0)
-    self.assertLess(time.monotonic() - began, 20.0)
+      episode = await program.run(_TASK, 'r', _Gateway(3600.0), 0)
+    self.assertLess(time.monotonic() - began, 600.0)
     self.assertEqual(episode.stop, trace.StopReason.INFRA_ERROR)
     self.assertIsNone(episode.submission)
 

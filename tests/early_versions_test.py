@@ -58,7 +58,7 @@ class EarlyVersionsTest(absltest.TestCase):
         return [m.outcome for g in groups for m in g.members.values()]
 
       def wait(condition):
-        end = time.monotonic() + 300
+        end = time.monotonic() + 600
         while not condition() and time.monotonic() < end:
           time.sleep(0.05)
         self.assertTrue(condition())

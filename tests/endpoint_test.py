@@ -443,7 +443,7 @@ class RefusalTest(_Case):
 
     def slow(text):
       encoding.set()
-      go_on.wait(60)
+      go_on.wait(600)
       return encode(text)
 
     self.kit.chat.encode = slow
@@ -451,7 +451,7 @@ class RefusalTest(_Case):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
       body = {'model': lib.MODEL, 'prompt': 'add', 'max_tokens': 2}
       held = pool.submit(self.post, _PLAIN, key, body)
-      self.assertTrue(encoding.wait(60))
+      self.assertTrue(encoding.wait(600))
       self.assertEqual(self.http.get('/health').status_code, 200)
       self.assertFalse(held.done())
       go_on.set()
@@ -648,15 +648,15 @@ class LeaveTest(_Case):
     (work,) = session.works.values()
     lib.wait(work.started.is_set)  # its admission is on disk
     begun = threading.Event()
-    blocked = capture._do(lambda _: (begun.set(), held.wait(120)))
-    self.assertTrue(begun.wait(60))
+    blocked = capture._do(lambda _: (begun.set(), held.wait(600)))
+    self.assertTrue(begun.wait(600))
     self.kit.gate.set()
     lib.wait(lambda: not capture._jobs.empty())
     raw.close()
     lib.wait(lambda: not session.works)
     self.assertEqual(self.metric('calls'), 1)
     held.set()
-    blocked.result(60)
+    blocked.result(600)
     lib.wait(lambda: self.metric('calls') == 0)
     replayed = self.metric('replayed_replies_total')
     again = self.http.post(
@@ -792,7 +792,7 @@ class SlowTest(parameterized.TestCase):
     raw = socket.socket()
     if receive:
       raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    raw.settimeout(120)
+    raw.settimeout(600)
     raw.connect((host, int(port)))
     self.addCleanup(raw.close)
     raw.sendall(b''.join(sent))
@@ -809,7 +809,7 @@ class SlowTest(parameterized.TestCase):
     """Whether the server ends the connection, however the client dribbles."""
     with contextlib.suppress(ConnectionError):
       raw.setblocking(False)
-      end = time.monotonic() + 120
+      end = time.monotonic() + 600
       while time.monotonic() < end:
         with contextlib.suppress(BlockingIOError):
           if not raw.recv(1 << 16):
@@ -872,7 +872,7 @@ class LossTest(parameterized.TestCase):
     name, key = kit.open()
     other, _ = kit.open()
     retry = {'x-stainless-retry-count': '1'}
-    with httpx.Client(base_url=kit.url, timeout=60) as http:
+    with httpx.Client(base_url=kit.url, timeout=600) as http:
       header = lib.bearer(key)
       kit.gate.clear()
       with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -892,7 +892,7 @@ class LossTest(parameterized.TestCase):
     with self.assertRaisesRegex(ConnectionError, '1 of 1 calls were lost'):
       kit.segments(name)
     self.assertEqual(kit.segments(other), ())
-    with httpx.Client(base_url=kit.url, timeout=60) as http:
+    with httpx.Client(base_url=kit.url, timeout=600) as http:
       text = http.get('/metrics').text
       self.assertIn('composer_lost_calls_total 1.0', text)
       response = http.post(_CHAT, json=lib.ask(), headers={**header, **retry})
@@ -902,7 +902,7 @@ class LossTest(parameterized.TestCase):
     kit = lib.Kit(self.create_tempdir().full_path)
     self.addCleanup(kit.close)
     name, key = kit.open()
-    with httpx.Client(base_url=kit.url, timeout=60) as http:
+    with httpx.Client(base_url=kit.url, timeout=600) as http:
       header = lib.bearer(key)
       kit.gate.clear()
       with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -920,7 +920,7 @@ class LossTest(parameterized.TestCase):
         self.assertEqual(http.get('/health').status_code, 200)
         kit.gate.set()
         self.assertEqual(held.result().status_code, 200)
-        draining.result(60)
+        draining.result(600)
     self.assertLen(kit.segments(name), 1)
 
 

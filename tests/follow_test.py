@@ -296,7 +296,7 @@ class FollowTest(parameterized.TestCase):
         pass
       publisher.publish(1 + i, named[i])
     for t in threads:
-      t.join(30)
+      t.join(600)
     self.assertEmpty(errors)
     steps = [version.step for version, _ in got]
     self.assertEqual(steps, [1, 2, 3, 4, 5, 6])

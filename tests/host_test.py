@@ -112,7 +112,7 @@ class HostTest(absltest.TestCase):
       gate = gateway.EndpointGateway(host.service, host.server)
       access = asyncio.run(gate.open('r', 3))
       header = lib.bearer(access.api_key)
-      with httpx.Client(base_url=access.base_url, timeout=60) as http:
+      with httpx.Client(base_url=access.base_url, timeout=600) as http:
         body = {**lib.ask(), 'model': access.model}
 
         def call():

@@ -157,7 +157,7 @@ class OldRunTest(absltest.TestCase):
         self.assertEqual(reply.status_code, 200, reply.text)
       finally:
         process.send_signal(signal.SIGTERM)
-      self.assertEqual(process.wait(120), 0)
+      self.assertEqual(process.wait(600), 0)
 
 
 if __name__ == '__main__':

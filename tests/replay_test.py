@@ -88,7 +88,7 @@ class RecordedTest(absltest.TestCase):
           for i, w in enumerate(windows)
       ]
       windows = [
-          f.result(timeout=60) for f in self.engine.submit_group(requests)
+          f.result(timeout=600) for f in self.engine.submit_group(requests)
       ]
       turns += zip(requests, windows, strict=True)
       windows = [trace.extend(w, [9, 10, 11]) for w in windows]

@@ -102,7 +102,7 @@ class Kit:
     self.idle = self.engine.free()
 
   def _refresh(self):
-    self.gate.wait(60)
+    self.gate.wait(600)
     time.sleep(self.delay)
     return self.fresh.pop(0) if self.fresh else None
 
@@ -141,7 +141,7 @@ class Kit:
     return self.engine.free() == self.idle
 
 
-def wait(until, seconds=60.0):
+def wait(until, seconds=600.0):
   end = time.monotonic() + seconds
   while not until():
     if time.monotonic() > end:

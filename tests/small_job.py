@@ -59,7 +59,7 @@ def launch(command, **extra):
   )
 
 
-def ended(job, timeout=200):
+def ended(job, timeout=600):
   """Waits for all processes; returns (exit code, output, errors) of each."""
   found = [p.communicate(timeout=timeout) for p in job]
   return [(p.returncode, *texts) for p, texts in zip(job, found, strict=True)]
@@ -75,7 +75,7 @@ def records(workdir, phase='warmup'):
   return {r['step']: r for r in found if r['phase'] == phase}
 
 
-def wait_for(workdir, step, job, seconds=200):
+def wait_for(workdir, step, job, seconds=600):
   """Waits until the warm-up has done a step."""
   end = time.monotonic() + seconds
   while step not in records(workdir):

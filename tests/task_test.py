@@ -145,8 +145,8 @@ class MicroRepairTest(parameterized.TestCase):
     start = time.process_time()
     for k in range(300):
       source.task(k, 'train')
-    # A millisecond alone, a few next to another test process.
-    self.assertLess((time.process_time() - start) / 300, 1e-2)
+    # A millisecond alone.
+    self.assertLess((time.process_time() - start) / 300, 0.1)
 
   @parameterized.parameters(
       (dict(n_bugs=3), 'n_bugs'),

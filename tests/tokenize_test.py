@@ -198,7 +198,7 @@ class TokenizeTest(parameterized.TestCase):
           stdout=subprocess.DEVNULL,
       )
 
-    self.assertEqual(start('whole').wait(120), 0)
+    self.assertEqual(start('whole').wait(600), 0)
     shard = self.folder / 'killed' / '00003.train.ids'
     process = start('killed')
     while process.poll() is None and not shard.exists():
@@ -209,11 +209,11 @@ class TokenizeTest(parameterized.TestCase):
     self.assertFalse(index['complete'])
     with self.assertRaisesRegex(ValueError, 'incomplete; run'):
       self._open(self.folder / 'killed')
-    self.assertEqual(start('killed').wait(120), 0)
+    self.assertEqual(start('killed').wait(600), 0)
     found = _digest(self.folder / 'killed')
     found = {k: v for k, v in found.items() if not k.endswith('.part')}
     self.assertEqual(found, _digest(self.folder / 'whole'))
-    self.assertEqual(start('whole').wait(120), 0)  # nothing left to do
+    self.assertEqual(start('whole').wait(600), 0)  # nothing left to do
 
   def test_chats_train_replies_alone_with_exact_ids(self):
     output = self._make(self._jsonl(_CHATS), field='messages', heldout=0.0)

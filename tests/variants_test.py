@@ -170,10 +170,10 @@ class VariantsTest(parameterized.TestCase):
         engine_lib.Request(p, 12, frozenset(), seed)
         for seed, p in enumerate(prompts)
     ]
-    windows = [engine.submit(r).result(60) for r in requests]
+    windows = [engine.submit(r).result(600) for r in requests]
     self.assertGreater(engine.stats().cached_tokens, 0)  # of shared prefixes
     for request, window in zip(requests, windows, strict=True):
-      again = engine.submit(request).result(60)
+      again = engine.submit(request).result(600)
       np.testing.assert_array_equal(again.tokens, window.tokens)
       np.testing.assert_array_equal(again.logps, window.logps)
       np.testing.assert_array_equal(
