@@ -5,9 +5,9 @@ import json
 import pathlib
 
 from absl.testing import absltest
-from absl.testing import parameterized
 from tests import small_run
 
+from composer_jax.sandbox import pool as pool_lib
 from experiments import disk
 
 _SIZE = 6_000_000
@@ -21,10 +21,11 @@ cp $DIR/run/metrics.jsonl $KEPT
 """
 
 
-class FullDiskTest(parameterized.TestCase):
+class FullDiskTest(absltest.TestCase):
 
-  @parameterized.parameters((700_000, 'checkpoints'), (1_700_000, 'weights'))
-  def test_a_run_goes_on_when_there_is_space(self, left, where):
+  def test_a_run_goes_on_when_there_is_space(self):
+    if pool_lib.describe().name != 'bubblewrap':
+      self.skipTest('a disk of its own needs namespaces')
     folder = pathlib.Path(self.create_tempdir().full_path)
     kept = folder / 'metrics.jsonl'
     full = folder / 'disk'
@@ -34,7 +35,7 @@ class FullDiskTest(parameterized.TestCase):
     done = small_run.finished(
         command + small_run.command('rl', full / 'run', 'rl.steps=2'),
         SIZE=str(_SIZE),
-        LEFT=str(left),
+        LEFT='700000',
         DIR=str(full),
         KEPT=str(kept),
     )
@@ -43,7 +44,7 @@ class FullDiskTest(parameterized.TestCase):
     lines = done.stderr.splitlines()
     said = [line for line in lines if line.startswith('rl: error:')]
     self.assertLen(said, 1)
-    self.assertRegex(said[0], f'the disk of /.*{where}.* is full; free some')
+    self.assertRegex(said[0], 'the disk of /.*checkpoints.* is full; free some')
     self.assertNotIn('Traceback', done.stderr)
     records = map(json.loads, kept.read_text().splitlines())
     steps = [r['step'] for r in records if 'reward/mean' in r]

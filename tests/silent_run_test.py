@@ -1,4 +1,4 @@
-"""A run that learns nothing, or breaks the bit contract, says so."""
+"""A run that learns nothing says so."""
 
 import json
 import pathlib
@@ -48,24 +48,6 @@ class SilentRunTest(absltest.TestCase):
         ]
     )
     self.assertIn('alarm: every turn was cut', shown.stdout)
-
-  def test_a_mismatch_ends_the_run_if_it_shall(self):
-    # A split over `tensor` sums in another order than the decoder does.
-    edits = ('mesh.data=1', 'mesh.tensor=2', 'rl.max_staleness_versions=0')
-    edits += ('rl.steps=2', 'model.kv_heads=2')
-    done = small_run.run('rl', self.workdir, *edits, 'rl.stop_on_mismatch=true')
-    self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
-    self.assertRegex(
-        done.stderr, r'rl: error: step 1: with equal weights, log-probs of'
-    )
-    self.assertLen({r['step'] for r in self._records()}, 1)
-    again = small_run.run(
-        'rl', self.workdir, *edits, 'rl.stop_on_mismatch=false'
-    )
-    self.assertEqual(again.returncode, 0, again.stderr)
-    self.assertIn('alarms mismatch', again.stdout)
-    last = [r for r in self._records() if r['step'] == 2]
-    self.assertTrue(any('alarm/mismatch' in r for r in last))
 
 
 if __name__ == '__main__':
