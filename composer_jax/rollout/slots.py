@@ -31,7 +31,7 @@ class Shaping(NamedTuple):
     min_p: tokens with this share of the likeliest one's probability.
     frequency: taken off for every time a token was sampled for the request.
     presence: taken off once if it was.
-    repetition: divides the logit of a token in the prompt or the sample.
+    repetition: multiplies the log-prob of a token in the prompt or the sample.
   """
 
   top_p: float = 1.0
