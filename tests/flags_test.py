@@ -125,6 +125,10 @@ class BinaryTest(parameterized.TestCase):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job, as these tests may be, ignores it.
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),
     )
 
   def run_binary(self, *args, **env):
@@ -282,7 +286,7 @@ class BinaryTest(parameterized.TestCase):
         'import time\n'
         'try:\n'
         "  print('importing', flush=True)\n"
-        '  time.sleep(300)\n'
+        '  time.sleep(3600)\n'
         'except BaseException:\n'
         '  pass\n'
     )
@@ -290,7 +294,7 @@ class BinaryTest(parameterized.TestCase):
     with self.start(*args) as process:
       self.assertEqual(process.stdout.readline(), 'importing\n')
       process.send_signal(signal.SIGINT)
-      _, err = process.communicate(timeout=300)
+      _, err = process.communicate(timeout=600)
     self.assertEqual(process.returncode, 130)
     self.assertEqual(err.strip(), 'program: aborted')
 

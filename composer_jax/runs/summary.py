@@ -105,9 +105,9 @@ def _counted(
 
 def _same_version_tokens(rl) -> int:
   """Trained tokens that ran, prompt included, on the trainer's own version."""
-  share = _series(rl, 'mismatch/same_version_share')
-  trained = _series(rl, 'tokens/trained')
-  return round(sum(s * n for s, n in zip(share, trained, strict=True)))
+  share = 'mismatch/same_version_share'  # of a step that trained anything
+  steps = (r for r in rl.values() if r.get(share) is not None)
+  return round(sum(r[share] * r['tokens/trained'] for r in steps))
 
 
 def _peak_memory() -> int:
