@@ -132,18 +132,16 @@ def run(main: Callable[[], int | None]) -> NoReturn:
   except (ValueError, FloatingPointError, flags.Error) as e:
     if flags.FLAGS.is_parsed() and flags.FLAGS.traceback:
       traceback.print_exc()
-    full = disk.full(e)
-    message = full or ' '.join(str(e).split())
-    print(f'{program}: error: {message}', file=sys.stderr)
-    code = 1 if full else USAGE_EXIT_CODE
+    _end_if_full(program, e)
+    print(f'{program}: error: {" ".join(str(e).split())}', file=sys.stderr)
+    code = USAGE_EXIT_CODE
   except KeyboardInterrupt:
     _abort(program)
   except Exception as e:
-    if full := disk.full(e):
-      print(f'{program}: error: {full}', file=sys.stderr)
-    elif not job.joined():
+    _end_if_full(program, e)
+    if not job.joined():
       raise
-    elif flags.FLAGS.traceback or not job.is_loss(e):
+    if flags.FLAGS.traceback or not job.is_loss(e):
       traceback.print_exc()
     if job.is_loss(e):
       print(f'{program}: error: {job.loss()} ({e})', file=sys.stderr)
@@ -152,6 +150,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.stdout.flush()
     os._exit(code)  # jax would wait for the others, who wait for this one.
   sys.exit(code)
+
+
+def _end_if_full(program: str, error: Exception) -> None:
+  """Ends the process if the disk is full: whatever it still wrote would fail."""
+  if full := disk.full(error):
+    os.write(2, f'{program}: error: {full}\n'.encode())
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+    os._exit(1)
 
 
 def _abort(program: str) -> NoReturn:
