@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -229,6 +230,9 @@ class HarborTest(parameterized.TestCase):
     self.assertEqual(task.limits.wall_seconds, 30.0)
     with self.assertRaisesRegex(ValueError, 'hello: has no tests/suite.json'):
       source.hidden(task)
+    bare = shutil.copytree(folder, self.root / 'bare')
+    (bare / 'task.toml').write_text('version = "1.0"')
+    self.assertEqual(harbor.read(bare).task.limits, task_lib.Limits())
     with self.assertRaisesRegex(ValueError, 'no task of Harbor'):
       harbor.read(self.root / 'nothing')
 

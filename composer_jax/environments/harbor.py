@@ -197,7 +197,9 @@ def read(folder: pathlib.Path) -> Built:
   files = _get(app) if app.is_dir() else _get(folder / 'environment')
   path = folder / 'tests' / 'suite.json'
   suite, public = task_lib.Suite({}, (), ()), ()
-  limits = task_lib.Limits(wall_seconds=config['verifier']['timeout_sec'])
+  limits = task_lib.Limits()
+  seconds = config.get('verifier', {}).get('timeout_sec', limits.wall_seconds)
+  limits = dataclasses.replace(limits, wall_seconds=seconds)
   if path.exists():
     facts = json.loads(path.read_text('utf-8'))
     suite = task_lib.Suite(
