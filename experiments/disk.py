@@ -37,10 +37,7 @@ def full(error: BaseException | None) -> str | None:
 
 def _message(path: str) -> str:
   where = f' of {path}' if path else ''
-  return (
-      f'the disk{where} is full; free some space, and the same command goes on'
-      ' from the last checkpoint'
-  )
+  return f'the disk{where} is full; free some space, then run it again'
 
 
 class _Quiet(logging.Filter):

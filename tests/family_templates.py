@@ -1,10 +1,6 @@
 """Chat templates with tools, in the manner of the families that are read."""
 
 import tokenizers
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import pre_tokenizers
-from tokenizers import trainers
 
 from composer_jax.chat import template as template_lib
 from tests import template_test
@@ -118,18 +114,7 @@ _SPECIAL = (
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-  out = tokenizers.Tokenizer(models.BPE())
-  out.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  out.decoder = decoders.ByteLevel()
-  trainer = trainers.BpeTrainer(
-      vocab_size=500,
-      special_tokens=list(_SPECIAL),
-      initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-      show_progress=False,
-  )
-  out.train_from_iterator([XML, LLAMA, MISTRAL], trainer)
-  out.add_tokens(['<think>', '</think>', '<tool_call>', '</tool_call>'])
-  return out
+  return template_test.byte_level(_SPECIAL, [XML, LLAMA, MISTRAL])
 
 
 def chat_format(family: str) -> template_lib.ChatFormat:

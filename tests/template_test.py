@@ -98,20 +98,25 @@ _SPECIAL = (
 )
 
 
-def tokenizer() -> tokenizers.Tokenizer:
+def byte_level(special, texts) -> tokenizers.Tokenizer:
+  """A small tokenizer with these special tokens, trained on these texts."""
   out = tokenizers.Tokenizer(models.BPE())
   out.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   out.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
       vocab_size=500,
-      special_tokens=list(_SPECIAL),
+      special_tokens=list(special),
       initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
       show_progress=False,
   )
-  out.train_from_iterator([QWEN, KIMI, LLAMA], trainer)
+  out.train_from_iterator(texts, trainer)
   # Found in text, but not special: as Qwen declares them.
   out.add_tokens(['<think>', '</think>', '<tool_call>', '</tool_call>'])
   return out
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+  return byte_level(_SPECIAL, [QWEN, KIMI, LLAMA])
 
 
 def chat_format(template: str) -> template_lib.ChatFormat:
