@@ -23,7 +23,6 @@ from composer_jax.chat import template
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.runs import player
 from composer_jax.runs import rollouts as rollouts_lib
-from composer_jax.sandbox import grading
 
 _TEXTS = (
     *('', 'f.py', 'a', '\n', '\x00', '../../etc/passwd', '/', 'x' * 300),
@@ -121,16 +120,12 @@ class Host(player.Player):
   def __enter__(self):
     self.feed = _Feed()
     self._policy = _Policy(self.renderer, self._cfg.model.vocab)
-    self._thread.start()
-    self._pools = self.call(self._open_pools())
-    self._grader = grading.Grader(self._cfg.tasks, self._pools[1])
+    self._start()
     return self
 
   def __exit__(self, *_) -> None:
     self.call(self._close_pools())
-    self.loop.call_soon_threadsafe(self.loop.stop)
-    self._thread.join()
-    self.loop.close()
+    self._halt()
 
 
 def play(turns: int, seed: int, chat: bool) -> tuple[int, int]:

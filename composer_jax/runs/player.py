@@ -140,15 +140,22 @@ class Player:
         refresh=self.feed.refresh,
     )
     self._policy = engine_lib.EnginePolicy(self.engine)
-    self._thread.start()
-    self._pools = self.call(self._open_pools())
-    self._grader = grading.Grader(self._cfg.tasks, self._pools[1])
+    self._start()
     return self
 
   def __exit__(self, *_) -> None:
     self.call(self._close_pools())
     self.engine.close()
     self.feed.close()
+    self._halt()
+
+  def _start(self) -> None:
+    """Starts all but engine and feed."""
+    self._thread.start()
+    self._pools = self.call(self._open_pools())
+    self._grader = grading.Grader(self._cfg.tasks, self._pools[1])
+
+  def _halt(self) -> None:
     self.loop.call_soon_threadsafe(self.loop.stop)
     self._thread.join()
     self.loop.close()
