@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import errno
 import logging
 import re
+import sys
 import threading
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,10 +53,17 @@ def quiet_threads() -> None:
   """Keeps a full disk's tracebacks in threads from the terminal."""
   for name in (None, 'absl', 'asyncio'):
     logging.getLogger(name).addFilter(_Quiet())
-  shown = threading.excepthook
+  in_threads, unraisable = threading.excepthook, sys.unraisablehook
 
   def hook(args):
     if full(args.exc_value) is None:
-      shown(args)
+      in_threads(args)
+
+  def late(args):
+    # A write that fails ends its event loop; TensorStore's threads report the
+    # others to it all the same.
+    if args.object is not None or str(args.exc_value) != 'Event loop is closed':
+      unraisable(args)
 
   threading.excepthook = hook
+  sys.unraisablehook = late

@@ -119,16 +119,14 @@ class BinaryTest(parameterized.TestCase):
 
   def start(self, *args, **env):
     return subprocess.Popen(
-        [sys.executable, str(self.dir / 'program.py'), *args],
+        # A shell's background job, as these tests may be, ignores it.
+        ['env', '--default-signal=INT']
+        + [sys.executable, str(self.dir / 'program.py'), *args],
         cwd=self.dir,
         env=os.environ | {'PYTHONPATH': str(_ROOT)} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job, as these tests may be, ignores it.
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),
     )
 
   def run_binary(self, *args, **env):

@@ -3,6 +3,8 @@
 import errno
 import json
 import pathlib
+import subprocess
+import sys
 
 from absl.testing import absltest
 from tests import small_run
@@ -18,6 +20,21 @@ head -c $(($SIZE - $LEFT)) /dev/zero > $DIR/filler
 rm $DIR/filler
 "$@"; echo "second: $?"
 cp $DIR/run/metrics.jsonl $KEPT
+"""
+
+# A loop closed while an operation goes on, as a failed write leaves it.
+_LATE = """
+import asyncio, threading, tensorstore
+from experiments import disk
+disk.quiet_threads()
+promise, future = tensorstore.Promise.new()
+loop = asyncio.new_event_loop()
+async def begin(): return future.__await__().send(None)
+waiting = loop.run_until_complete(begin())
+loop.close()
+thread = threading.Thread(target=promise.set_result, args=(1,))
+thread.start()
+thread.join()
 """
 
 
@@ -49,6 +66,12 @@ class FullDiskTest(absltest.TestCase):
     records = map(json.loads, kept.read_text().splitlines())
     steps = [r['step'] for r in records if 'reward/mean' in r]
     self.assertEqual(steps, [1, 2])
+
+  def test_writes_that_end_after_the_first_error_are_silent(self):
+    done = subprocess.run(
+        [sys.executable, '-c', _LATE], capture_output=True, text=True
+    )
+    self.assertEqual((done.returncode, done.stderr), (0, ''))
 
   def test_it_is_found_behind_other_errors(self):
     try:
