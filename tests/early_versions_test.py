@@ -66,7 +66,7 @@ class EarlyVersionsTest(absltest.TestCase):
       wait(lambda: len(rollouts.queue._log) >= 4)
       before = booked()
       if hear:
-        host.call(rollouts.queue.publish_version(second, ''))
+        host.call(rollouts.open(second))
       wait(lambda: len(booked()) >= 4)
       after = booked()
       rollouts.close()

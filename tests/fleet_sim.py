@@ -10,7 +10,9 @@ import numpy as np
 
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import blobs as blobs_lib
 from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
 
@@ -129,6 +131,7 @@ class Run:
       for member in range(self.pacing.rollouts_per_group):
         seed = admission.rollout_seed(0, prompt, member)
         task_id = admission.task_id(RUN, prompt, member)
+        await self.gate.admit(task_id)
         await self.queue.offer(task_id, {'seed': seed})
     self.gate.exhaust()
 
@@ -156,16 +159,17 @@ class Run:
         return
     trajectory = rollout(lease.id, self.reward(prompt, member), versions)
     data = trace.to_bytes(trajectory)
-    ref = await self.blobs.put(lease, data)
+    blob = await self.blobs.put(lease.blob, data)
+    ref = queue_lib.ResultRef(lease.id, blob)
     if await self.queue.complete(lease, ref) == 'duplicate':
-      await self.blobs.delete(ref)
+      await self.blobs.delete([blob.name])
 
   async def _collect(self):
     async for cursor, ref in self.queue.results(self.ledger.cursor):
       trajectory = None
-      if not ref.lost:
-        trajectory = trace.from_bytes(await self.blobs.get(ref))
-        await self.blobs.delete(ref)
+      if ref.blob is not None:
+        trajectory = trace.from_bytes(await self.blobs.get(ref.blob))
+        await self.blobs.delete([ref.blob.name])
       prompt, member = admission.parse_task_id(ref.task_id)
       self.gate.add(
           cursor,
@@ -174,6 +178,10 @@ class Run:
           seed=admission.rollout_seed(0, prompt, member),
           sha256=ref.sha256,
       )
+
+  async def _publish(self, version):
+    await self.queue.publish_version(version)
+    self.gate.publish(version)
 
   async def _train(self, steps):
     for _ in range(steps):
@@ -184,7 +192,7 @@ class Run:
       version = weights(batch.version)
       self.ledger = ledger_lib.commit(self.ledger, batch, version.digest)
       await asyncio.sleep(self.train_seconds)
-      await self.queue.publish_version(weights(batch.version + 1), '')
+      await self._publish(weights(batch.version + 1))
 
   async def train(self, steps: int) -> ledger_lib.Ledger:
     """Runs a life of at most `steps` steps; everything dies at its end."""
@@ -194,13 +202,12 @@ class Run:
         ledger_lib.resume(self.ledger, self.pacing, version),
         routing_required=True,
     )
-    self.queue = queue_lib.InProcessQueue(
-        self.gate,
+    self.queue = inprocess.InProcessQueue(
         lease_seconds=self.lease_seconds,
         cursor=self.ledger.cursor,
     )
-    self.blobs = queue_lib.Blobs()
-    await self.queue.publish_version(version, '')
+    self.blobs = blobs_lib.MemoryBlobs()
+    await self._publish(version)
     async with asyncio.TaskGroup() as group:
       others = [
           group.create_task(c())

@@ -166,7 +166,7 @@ def play(turns: int, seed: int, chat: bool) -> tuple[int, int]:
         ledger = ledger_lib.commit(ledger, batch, 'd')
         assert not ledger_lib.lost(ledger)
         version = trace.WeightVersion(batch.version + 1, 'd', None)
-        host.call(rollouts.queue.publish_version(version, ''))
+        host.call(rollouts.open(version))
         host._policy.version = version.step
     finally:
       rollouts.close()

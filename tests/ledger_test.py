@@ -15,7 +15,9 @@ import numpy as np
 
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import blobs as blobs_lib
 from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
 from tests import fleet_sim
@@ -290,14 +292,13 @@ class PacingMachine(stateful.RuleBasedStateMachine):
           ledger_lib.resume(self.ledger, self.pacing, version),
           routing_required=True,
       )
-      self.queue = queue_lib.InProcessQueue(
-          self.gate,
+      self.queue = inprocess.InProcessQueue(
           lease_seconds=10.0,
           max_attempts=2,
           cursor=self.ledger.cursor,
       )
-      self.blobs = queue_lib.Blobs()
-      await self.queue.publish_version(version, '')
+      self.blobs = blobs_lib.MemoryBlobs()
+      await self.tell(version)
       self.tasks = [
           asyncio.create_task(self.dispatch()),
           asyncio.create_task(self.collect()),
@@ -326,13 +327,19 @@ class PacingMachine(stateful.RuleBasedStateMachine):
         itertools.count(self.ledger.next_prompt),
     ):
       for member in range(self.pacing.rollouts_per_group):
-        await self.queue.offer(f'run/{prompt}/{member}', {})
+        task_id = f'run/{prompt}/{member}'
+        await self.gate.admit(task_id)
+        await self.queue.offer(task_id, {})
+
+  async def tell(self, version):
+    await self.queue.publish_version(version)
+    self.gate.publish(version)
 
   async def collect(self):
     async for cursor, ref in self.queue.results(self.ledger.cursor):
       trajectory = None
-      if not ref.lost:
-        trajectory = trace.from_bytes(await self.blobs.get(ref))
+      if ref.blob is not None:
+        trajectory = trace.from_bytes(await self.blobs.get(ref.blob))
       self.gate.add(cursor, ref.task_id, trajectory, seed=1, sha256=ref.sha256)
 
   def teaches(self, prompt):
@@ -357,7 +364,8 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     trajectory = fleet_sim.rollout(lease.id, reward, versions)
 
     async def deliver():
-      ref = await self.blobs.put(lease, trace.to_bytes(trajectory))
+      blob = await self.blobs.put(lease.blob, trace.to_bytes(trajectory))
+      ref = queue_lib.ResultRef(lease.id, blob)
       return await self.queue.complete(lease, ref)
 
     return self.do(deliver())
@@ -422,7 +430,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   def publish(self):
     self.unpublished -= 1
     self.number += 1
-    self.do(self.queue.publish_version(fleet_sim.weights(self.number), ''))
+    self.do(self.tell(fleet_sim.weights(self.number)))
     self.serving = self.number
 
   @stateful.rule()

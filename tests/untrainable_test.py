@@ -59,7 +59,7 @@ class UntrainableTest(absltest.TestCase):
         untrainable += ingest.metrics(batch)['rollouts/untrainable']
         ledger = ledger_lib.commit(ledger, batch, 'd')
         version = trace.WeightVersion(batch.version + 1, 'd', None)
-        host.call(rollouts.queue.publish_version(version, ''))
+        host.call(rollouts.open(version))
         host._policy.version = version.step
       counted = rollouts._tallies[-1][1]
       rollouts.close()

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import ingest
-
-
-class Signal:
-  """Wakes everybody who waits now; remembers nothing."""
-
-  def __init__(self):
-    self._event = asyncio.Event()
-
-  def fire(self) -> None:
-    self._event.set()
-    self._event = asyncio.Event()
-
-  async def wait(self) -> None:
-    await self._event.wait()
+from composer_jax.fleet import signal
 
 
 class Gate:
@@ -33,7 +18,7 @@ class Gate:
   def __init__(self, state: admission.Assembly, *, routing_required: bool):
     self.state = state
     self._routing_required = routing_required
-    self._changed = Signal()
+    self._changed = signal.Signal()
 
   def _set(self, state: admission.Assembly) -> None:
     self.state = state

@@ -19,7 +19,9 @@ from composer_jax import task as task_lib
 from composer_jax import trace
 from composer_jax.environments import curriculum
 from composer_jax.fleet import admission
+from composer_jax.fleet import blobs as blobs_lib
 from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
 from composer_jax.runs import player
@@ -59,13 +61,12 @@ class Rollouts:
     self._ledger = ledger
     state = ledger_lib.resume(ledger, admission.Pacing.of(cfg.rl), version)
     self.gate = gate_lib.Gate(state, routing_required=True)
-    self.queue = queue_lib.InProcessQueue(
-        self.gate,
+    self.queue = inprocess.InProcessQueue(
         lease_seconds=cfg.rl.lease_seconds,
         max_attempts=_MAX_ATTEMPTS,
         cursor=ledger.cursor,
     )
-    self._blobs = queue_lib.Blobs()
+    self._blobs = blobs_lib.MemoryBlobs()
     # (version that a step started from, what was known after it).
     self._tallies: collections.deque[tuple[int, curriculum.Tally]] = (
         collections.deque([(-1, {})], maxlen=_TALLIES)
@@ -77,7 +78,7 @@ class Rollouts:
     host.call(self._start(version))
 
   async def _start(self, version: trace.WeightVersion) -> None:
-    await self.queue.publish_version(version, '')
+    await self.open(version)
     works = [self._work() for _ in range(self._cfg.rl.workers)]
     for coroutine in (self._dispatch(), self._collect(), *works):
       task = asyncio.create_task(coroutine)
@@ -161,16 +162,17 @@ class Rollouts:
     ):
       await self.queue.release(lease, retry=True)
       return
-    ref = await self._blobs.put(lease, trace.to_bytes(trajectory))
+    blob = await self._blobs.put(lease.blob, trace.to_bytes(trajectory))
+    ref = queue_lib.ResultRef(lease.id, blob)
     if await self.queue.complete(lease, ref) == 'duplicate':
-      await self._blobs.delete(ref)
+      await self._blobs.delete([blob.name])
 
   async def _collect(self) -> None:
     async for cursor, ref in self.queue.results(self._ledger.cursor):
       trajectory = None
-      if not ref.lost:
-        trajectory = trace.from_bytes(await self._blobs.get(ref))
-        await self._blobs.delete(ref)
+      if ref.blob is not None:
+        trajectory = trace.from_bytes(await self._blobs.get(ref.blob))
+        await self._blobs.delete([ref.blob.name])
         await self._reach(trajectory.weights)
       prompt, member = admission.parse_task_id(ref.task_id)
       self.gate.add(
@@ -223,10 +225,14 @@ class Rollouts:
       self._fail(error)
       return
     opened = asyncio.run_coroutine_threadsafe(
-        self.queue.publish_version(future.result().version, ''),
-        self._host.loop,
+        self.open(future.result().version), self._host.loop
     )
     opened.add_done_callback(self._done)
+
+  async def open(self, version: trace.WeightVersion) -> None:
+    """Tells workers and the gate of weights that are in the store."""
+    await self.queue.publish_version(version)
+    self.gate.publish(version)
 
   async def _stop(self) -> None:
     for task in self._tasks:
