@@ -15,6 +15,9 @@ from scipy import stats
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import queue
+from composer_jax.fleet import facts
+from composer_jax.fleet import blobs
 from composer_jax.fleet import gate as gate_lib
 from composer_jax.fleet import ingest
 from composer_jax.fleet import ledger as ledger_lib
@@ -28,11 +31,17 @@ def start(pacing, ledger=None, step=0):
 
 
 def result(cursor, prompt, member, reward, **kwargs):
-  trajectory = None
+  found = None
   if reward is not None:
     task_id = admission.task_id(fleet_sim.RUN, prompt, member)
-    trajectory = fleet_sim.rollout(task_id, reward, **kwargs)
-  return admission.Member(cursor, 0, '', trajectory)
+    found = facts.of(fleet_sim.rollout(task_id, reward, **kwargs))
+  return admission.Member(cursor, 0, None, found)
+
+
+def delivered(task_id, reward, versions=(0,)):
+  t = fleet_sim.rollout(task_id, reward, versions)
+  blob = blobs.BlobRef.of(task_id, trace.to_bytes(t))
+  return queue.ResultRef(task_id, blob, facts.of(t))
 
 
 def fill(state, prompt, rewards, cursor=0):
@@ -214,7 +223,7 @@ class AdmissionTest(parameterized.TestCase):
     for prompt in range(4):
       state = admission.admit(state, prompt)
       for member in range(2):
-        bad = admission.Member(1, 0, '', None, 'segment 0: no routing trace')
+        bad = admission.Member(1, 0, None, None, 'segment 0: no routing trace')
         state = admission.add(state, prompt, member, bad)
     with self.assertRaisesRegex(ValueError, 'no routing trace'):
       admission.take(state)
@@ -245,14 +254,16 @@ class AdmissionTest(parameterized.TestCase):
 class IngestTest(parameterized.TestCase):
   TASK = 'run/0/0'
 
-  def check(self, trajectory, **kwargs):
+  def check(self, trajectory, routing_required=True, **kwargs):
     wanted = dict(
         task_id=self.TASK,
         digests={0: 'digest0', 1: 'digest1'},
         oldest_version=0,
-        routing_required=True,
     )
-    return ingest.check(trajectory, **(wanted | kwargs))
+    said = facts.of(trajectory)
+    return ingest.check(said, **(wanted | kwargs)) or ingest.check_payload(
+        trajectory, said, routing_required=routing_required
+    )
 
   def edit(self, **fields):
     good = fleet_sim.rollout(self.TASK, 1.0, (0, 1, 1))
@@ -312,13 +323,13 @@ class IngestTest(parameterized.TestCase):
 
   def test_the_gate_refuses_into_an_invalid_member(self):
     async def test():
-      gate = gate_lib.Gate(start(PACING), routing_required=True)
+      gate = gate_lib.Gate(start(PACING))
       await gate.admit('run/0/0')
-      gate.add(1, 'run/0/0', fleet_sim.rollout('run/0/0', 1.0, (3,)), seed=5)
+      gate.add(1, delivered('run/0/0', 1.0, (3,)), seed=5)
       member = gate.state.groups[0].members[0]
       self.assertEqual(member.outcome, 'refused')
       self.assertIn('unknown digest', member.refused)
-      gate.add(2, 'run/0/1', None, seed=6)
+      gate.add(2, queue.ResultRef('run/0/1'), seed=6)
       self.assertEqual([g.fault for g in gate.state.untrained], ['too_few'])
 
     fleet_sim.run(test())
@@ -327,14 +338,14 @@ class IngestTest(parameterized.TestCase):
   def test_a_host_serves_at_most_s_versions_behind_admission(self, staleness):
     async def test():
       pacing = dataclasses.replace(PACING, max_staleness_versions=staleness)
-      gate = gate_lib.Gate(start(pacing), routing_required=True)
+      gate = gate_lib.Gate(start(pacing))
       for step in range(1, 4):
         gate.publish(fleet_sim.weights(step))
       await gate.admit('run/0/0')  # version 3 is published
       for member, behind in enumerate((staleness, staleness + 1)):
         task_id = f'run/0/{member}'
-        late = fleet_sim.rollout(task_id, 1.0, (3 - behind, 3))
-        gate.add(member + 1, task_id, late, seed=5)
+        late = delivered(task_id, 1.0, (3 - behind, 3))
+        gate.add(member + 1, late, seed=5)
       (group,) = gate.state.untrained  # one valid member
       self.assertEqual(group.members[0].refused, '')
       self.assertIn(f'older than {3 - staleness}', group.members[1].refused)
@@ -485,14 +496,14 @@ class SimulatedRunTest(parameterized.TestCase):
       for group in batch.groups + batch.untrained:
         self.assertEqual(group.version, step)
         for member in group.members.values():
-          versions = member.trajectory.segments[0].versions
-          self.assertEqual(set(versions.tolist()), {step})
+          (window,) = member.facts.windows
+          self.assertEqual({v for v, _ in window.spans}, {step})
 
   def test_a_trainer_thread_takes_from_a_loop_on_another_thread(self):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    gate = gate_lib.Gate(start(PACING), routing_required=True)
+    gate = gate_lib.Gate(start(PACING))
 
     def call(coroutine):
       return asyncio.run_coroutine_threadsafe(coroutine, loop)
@@ -502,8 +513,8 @@ class SimulatedRunTest(parameterized.TestCase):
         for member in range(2):
           task_id = f'run/{prompt}/{member}'
           await gate.admit(task_id)
-          t = fleet_sim.rollout(task_id, float(member))
-          gate.add(2 * prompt + member + 1, task_id, t, seed=0)
+          cursor = 2 * prompt + member + 1
+          gate.add(cursor, delivered(task_id, float(member)), seed=0)
 
     waiting = call(gate.take())
     call(produce()).result(600)

@@ -49,9 +49,9 @@ def _first_batch(seconds, lease_seconds, episode_seconds):
     rollouts = rollouts_lib.Rollouts(
         cfg, host, ledger_lib.Ledger(), version, 'run'
     )
-    batch = rollouts.take()
+    step = rollouts.take()
     rollouts.close()
-  groups = batch.groups + batch.untrained
+  groups = step.consumed.groups + step.consumed.untrained
   outcomes = {m.outcome for g in groups for m in g.members.values()}
   played = [t for g in groups for t in g.rollouts]
   return outcomes, played, set(host._policy.begun.values())
@@ -75,7 +75,7 @@ class ClocksTest(absltest.TestCase):
     for t in late:
       self.assertEqual(t.reward, 0.0)
       self.assertIn('harness.episode_seconds=2.0', t.meta['failure'])
-      self.assertTrue(t.segments[0].sampled.any())  # it is trained on
+      self.assertTrue(t.windows[0].sampled)  # it is trained on
 
 
 if __name__ == '__main__':

@@ -53,7 +53,7 @@ class EarlyVersionsTest(absltest.TestCase):
       )
 
       def booked():
-        state = rollouts.gate.state
+        state = rollouts.dispatcher.gate.state
         groups = (*state.groups.values(), *state.untrained)
         return [m.outcome for g in groups for m in g.members.values()]
 
@@ -63,10 +63,10 @@ class EarlyVersionsTest(absltest.TestCase):
           time.sleep(0.05)
         self.assertTrue(condition())
 
-      wait(lambda: len(rollouts.queue._log) >= 4)
+      wait(lambda: len(rollouts._queue._log) >= 4)
       before = booked()
       if hear:
-        host.call(rollouts.open(second))
+        host.call(rollouts.dispatcher.open(second))
       wait(lambda: len(booked()) >= 4)
       after = booked()
       rollouts.close()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 import dataclasses
-import itertools
 import selectors
 
 import numpy as np
@@ -11,7 +10,8 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import blobs as blobs_lib
-from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import dispatcher as dispatcher_lib
+from composer_jax.fleet import facts
 from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
@@ -101,6 +101,39 @@ def rollout(
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """So many prompts, each with a task of its own."""
+
+  prompts: int = 1 << 30
+  tasks: int = 0  # number of the first
+
+  def has(self, prompt):
+    return prompt < self.prompts
+
+  def spec(self, prompt, version):
+    del version
+    return {'task': self.tasks + prompt}
+
+
+def dispatcher(
+    queue, blobs, ledger, pacing, version, *, prompts=1 << 30, tasks=0
+):
+  """A run's dispatcher."""
+  return dispatcher_lib.Dispatcher(
+      queue,
+      blobs,
+      Source(prompts, tasks),
+      run=RUN,
+      seed=0,
+      ledger=ledger,
+      pacing=pacing,
+      version=version,
+      stored={}.get,
+      routing_required=True,
+  )
+
+
 @dataclasses.dataclass
 class Run:
   """One life of a trainer with its queue and its workers.
@@ -124,16 +157,6 @@ class Run:
   lease_seconds: float = 20.0
   train_seconds: float = 1.0
   batches: list = dataclasses.field(default_factory=list)
-
-  async def _dispatch(self):
-    new = range(self.ledger.next_prompt, self.prompts)
-    for prompt in itertools.chain([p for p, _ in self.ledger.in_flight], new):
-      for member in range(self.pacing.rollouts_per_group):
-        seed = admission.rollout_seed(0, prompt, member)
-        task_id = admission.task_id(RUN, prompt, member)
-        await self.gate.admit(task_id)
-        await self.queue.offer(task_id, {'seed': seed})
-    self.gate.exhaust()
 
   async def _follow(self):
     async for version in self.queue.versions():
@@ -160,58 +183,48 @@ class Run:
     trajectory = rollout(lease.id, self.reward(prompt, member), versions)
     data = trace.to_bytes(trajectory)
     blob = await self.blobs.put(lease.blob, data)
-    ref = queue_lib.ResultRef(lease.id, blob)
+    ref = queue_lib.ResultRef(lease.id, blob, facts.of(trajectory))
     if await self.queue.complete(lease, ref) == 'duplicate':
       await self.blobs.delete([blob.name])
 
-  async def _collect(self):
-    async for cursor, ref in self.queue.results(self.ledger.cursor):
-      trajectory = None
-      if ref.blob is not None:
-        trajectory = trace.from_bytes(await self.blobs.get(ref.blob))
-        await self.blobs.delete([ref.blob.name])
-      prompt, member = admission.parse_task_id(ref.task_id)
-      self.gate.add(
-          cursor,
-          ref.task_id,
-          trajectory,
-          seed=admission.rollout_seed(0, prompt, member),
-          sha256=ref.sha256,
-      )
-
-  async def _publish(self, version):
-    await self.queue.publish_version(version)
-    self.gate.publish(version)
-
   async def _train(self, steps):
     for _ in range(steps):
-      batch = await self.gate.take()
-      if batch is None:
+      step = await self.dispatcher.take(lambda batch: ())
+      if step is None:
         return
+      batch = step.consumed
       self.batches.append((asyncio.get_running_loop().time(), batch))
       version = weights(batch.version)
       self.ledger = ledger_lib.commit(self.ledger, batch, version.digest)
       await asyncio.sleep(self.train_seconds)
-      await self._publish(weights(batch.version + 1))
+      await self.dispatcher.open(weights(batch.version + 1))
 
   async def train(self, steps: int) -> ledger_lib.Ledger:
     """Runs a life of at most `steps` steps; everything dies at its end."""
     version = weights(len(self.ledger.steps))
     self.serving = version.step
-    self.gate = gate_lib.Gate(
-        ledger_lib.resume(self.ledger, self.pacing, version),
-        routing_required=True,
-    )
     self.queue = inprocess.InProcessQueue(
         lease_seconds=self.lease_seconds,
         cursor=self.ledger.cursor,
     )
     self.blobs = blobs_lib.MemoryBlobs()
-    await self._publish(version)
+    self.dispatcher = dispatcher(
+        self.queue,
+        self.blobs,
+        self.ledger,
+        self.pacing,
+        version,
+        prompts=self.prompts,
+    )
+    await self.dispatcher.open(version)
     async with asyncio.TaskGroup() as group:
       others = [
           group.create_task(c())
-          for c in (self._dispatch, self._follow, self._collect)
+          for c in (
+              self.dispatcher.offer,
+              self._follow,
+              self.dispatcher.collect,
+          )
           + (self._work,) * self.workers
       ]
       await self._train(steps)

@@ -157,7 +157,7 @@ def play(turns: int, seed: int, chat: bool) -> tuple[int, int]:
     )
     try:
       while host._policy.turns < turns:
-        batch = rollouts.take()
+        batch = rollouts.take().consumed
         for group in batch.groups + batch.untrained:
           outcomes = [m.outcome for m in group.members.values()]
           want = ['valid'] * cfg.rl.rollouts_per_group
@@ -166,7 +166,7 @@ def play(turns: int, seed: int, chat: bool) -> tuple[int, int]:
         ledger = ledger_lib.commit(ledger, batch, 'd')
         assert not ledger_lib.lost(ledger)
         version = trace.WeightVersion(batch.version + 1, 'd', None)
-        host.call(rollouts.open(version))
+        host.call(rollouts.dispatcher.open(version))
         host._policy.version = version.step
     finally:
       rollouts.close()

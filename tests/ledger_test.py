@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import hashlib
-import itertools
 import json
 
 from absl.testing import absltest
@@ -16,7 +15,7 @@ import numpy as np
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import blobs as blobs_lib
-from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import facts
 from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
@@ -26,11 +25,12 @@ from tests import fleet_sim
 def group(prompt, version=0, versions=(0,), lost=False):
   members = {}
   for m in (1, 0):
-    trajectory = fleet_sim.rollout(f'run/{prompt}/{m}', float(m), versions)
+    task = f'run/{prompt}/{m}'
+    found = facts.of(fleet_sim.rollout(task, float(m), versions))
+    blob = blobs_lib.BlobRef(task, 1, f'{prompt}/{m}')
     if lost and m:
-      trajectory = None
-    sha256 = f'{prompt}/{m}' if trajectory else ''
-    members[m] = admission.Member(1, 10 * prompt + m, sha256, trajectory)
+      found = blob = None
+    members[m] = admission.Member(1, 10 * prompt + m, blob, found)
   return admission.Group(prompt, version, members)
 
 
@@ -110,8 +110,8 @@ class LedgerTest(parameterized.TestCase):
     for lost in (True, False):
       members = {}
       for m in range(2):
-        t = fleet_sim.rollout(f'run/0/{m}', None, stop=infra)
-        members[m] = admission.Member(1, m, 'x', None if lost else t)
+        t = facts.of(fleet_sim.rollout(f'run/0/{m}', None, stop=infra))
+        members[m] = admission.Member(1, m, None, None if lost else t)
       record = ledger_lib.record(admission.Group(0, 0, members))
       self.assertFalse(record.judged)
     self.assertTrue(ledger_lib.record(group(0)).judged)
@@ -122,8 +122,8 @@ class LedgerTest(parameterized.TestCase):
       members = {
           m: dataclasses.replace(
               member,
-              trajectory=dataclasses.replace(
-                  member.trajectory,
+              facts=dataclasses.replace(
+                  member.facts,
                   meta={'index': str(task), 'stratum': 'kind'},
               ),
           )
@@ -252,6 +252,12 @@ class LedgerTest(parameterized.TestCase):
     )
 
 
+async def _stopped(tasks, taking):
+  for task in (*tasks, taking):
+    task.cancel()
+  await asyncio.gather(*tasks, taking, return_exceptions=True)
+
+
 class PacingMachine(stateful.RuleBasedStateMachine):
   """Random workers, trainers, publications, kills; a model beside them.
 
@@ -272,6 +278,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     self.loop = fleet_sim.VirtualLoop()
     self.saved = ledger_lib.to_json(ledger_lib.Ledger())
     self.number = 0  # of the newest version ever published
+    self.queue = None
     self.live()
 
   def live(self):
@@ -281,29 +288,30 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     self.first_prompt = self.ledger.next_prompt
     version = fleet_sim.weights(self.number)
     self.shift = self.number - self.start
-    self.leases = []
-    self.late = []
+    if self.queue is None:
+      self.leases = []
+      self.late = []
     self.order = []  # prompts trained in this life, in order
     self.unpublished = 0
     self.serving = self.number
 
     async def start():
-      self.gate = gate_lib.Gate(
-          ledger_lib.resume(self.ledger, self.pacing, version),
-          routing_required=True,
+      if self.queue is None:
+        self.queue = inprocess.InProcessQueue(
+            lease_seconds=10.0,
+            max_attempts=2,
+            cursor=self.ledger.cursor,
+        )
+        self.blobs = blobs_lib.MemoryBlobs()
+      self.dispatcher = fleet_sim.dispatcher(
+          self.queue, self.blobs, self.ledger, self.pacing, version
       )
-      self.queue = inprocess.InProcessQueue(
-          lease_seconds=10.0,
-          max_attempts=2,
-          cursor=self.ledger.cursor,
-      )
-      self.blobs = blobs_lib.MemoryBlobs()
-      await self.tell(version)
+      await self.dispatcher.open(version)
       self.tasks = [
-          asyncio.create_task(self.dispatch()),
-          asyncio.create_task(self.collect()),
+          asyncio.create_task(self.dispatcher.offer()),
+          asyncio.create_task(self.dispatcher.collect()),
       ]
-      self.taking = asyncio.create_task(self.gate.take())
+      self.taking = asyncio.create_task(self.take())
 
     self.do(start())
 
@@ -321,26 +329,8 @@ class PacingMachine(stateful.RuleBasedStateMachine):
         task.result()  # it never ends: this raises
     return out
 
-  async def dispatch(self):
-    for prompt in itertools.chain(
-        [p for p, _ in self.ledger.in_flight],
-        itertools.count(self.ledger.next_prompt),
-    ):
-      for member in range(self.pacing.rollouts_per_group):
-        task_id = f'run/{prompt}/{member}'
-        await self.gate.admit(task_id)
-        await self.queue.offer(task_id, {})
-
-  async def tell(self, version):
-    await self.queue.publish_version(version)
-    self.gate.publish(version)
-
-  async def collect(self):
-    async for cursor, ref in self.queue.results(self.ledger.cursor):
-      trajectory = None
-      if ref.blob is not None:
-        trajectory = trace.from_bytes(await self.blobs.get(ref.blob))
-      self.gate.add(cursor, ref.task_id, trajectory, seed=1, sha256=ref.sha256)
+  async def take(self):
+    return (await self.dispatcher.take(lambda batch: ())).consumed
 
   def teaches(self, prompt):
     return prompt % self.lessons == 0
@@ -365,7 +355,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
 
     async def deliver():
       blob = await self.blobs.put(lease.blob, trace.to_bytes(trajectory))
-      ref = queue_lib.ResultRef(lease.id, blob)
+      ref = queue_lib.ResultRef(lease.id, blob, facts.of(trajectory))
       return await self.queue.complete(lease, ref)
 
     return self.do(deliver())
@@ -421,7 +411,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     )
 
     async def take():
-      self.taking = asyncio.create_task(self.gate.take())
+      self.taking = asyncio.create_task(self.take())
 
     self.do(take())
 
@@ -430,7 +420,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   def publish(self):
     self.unpublished -= 1
     self.number += 1
-    self.do(self.tell(fleet_sim.weights(self.number)))
+    self.do(self.dispatcher.open(fleet_sim.weights(self.number)))
     self.serving = self.number
 
   @stateful.rule()
@@ -462,6 +452,18 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     self.loop.shut()
     self.loop = fleet_sim.VirtualLoop()
     self.number += skip
+    self.queue = None
+    self.live()
+
+  @stateful.rule(saved=st.booleans())
+  def kill_trainer(self, saved):
+    """Queue, payloads and workers go on; weights since the checkpoint do not."""
+    if saved:
+      self.checkpoint()
+
+    self.tasks, tasks = [], self.tasks
+    self.loop.run_until_complete(_stopped(tasks, self.taking))
+    self.number += 1
     self.live()
 
   def check(self, batch):
@@ -501,7 +503,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
 
   @stateful.invariant()
   def rollouts_run_at_most_one_bound_ahead(self):
-    state = self.gate.state
+    state = self.dispatcher.gate.state
     ahead = (
         self.number
         - self.shift

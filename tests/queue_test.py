@@ -231,21 +231,73 @@ class QueueTest(parameterized.TestCase):
       await q.offer('run/4/0', {})
       await q.release(await q.lease('rollout', 0.0), retry=False)
       self.assertEqual((await waiting)[0], 45)
-      for cursor in (39, 46):
-        with self.assertRaisesRegex(ValueError, f'cursor={cursor}'):
-          await anext(q.results(cursor))
+      self.assertEqual((await anext(q.results(0)))[0], 41)
+      with self.assertRaisesRegex(ValueError, 'cursor=46'):
+        await anext(q.results(46))
 
     self.run_virtual(test)
 
   def test_a_task_is_offered_once(self):
     async def test():
       q = make()
-      await q.offer('run/0/0', {})
-      with self.assertRaisesRegex(ValueError, 'offered twice'):
-        await q.offer('run/0/0', {})
+      self.assertTrue(await q.offer('run/0/0', {}))
+      self.assertFalse(await q.offer('run/0/0', {}))
       await q.release(await q.lease('rollout', 0.0), retry=False)
-      with self.assertRaisesRegex(ValueError, 'offered twice'):
-        await q.offer('run/0/0', {})
+      self.assertFalse(await q.offer('run/0/0', {}))
+      self.assertIsNone(await q.lease('rollout', 0.0))
+      results = q.results(0)
+      first, _ = await anext(results)
+      self.assertTrue(await q.offer('run/0/0', {'task': 2}))  # another one
+      await q.release(await q.lease('rollout', 0.0), retry=False)
+      self.assertGreater((await anext(results))[0], first)
+
+    self.run_virtual(test)
+
+  def test_a_void_result_is_played_again_as_if_never_before(self):
+    async def test():
+      q = make()
+      await q.offer('run/0/0', {'seed': 1})
+      await q.offer('run/1/0', {})
+      for _ in range(2):
+        lease = await q.lease('rollout', 0.0)
+        await q.release(lease, retry=True)
+      lease = await q.lease('rollout', 0.0)
+      await q.complete(lease, queue_lib.ResultRef('run/0/0'))
+      results = q.results(0)
+      first, _ = await anext(results)
+      await q.again('run/0/0', {'seed': 2})
+      self.assertEqual(
+          await q.complete(lease, queue_lib.ResultRef('run/0/0')), 'duplicate'
+      )
+      ids = {}
+      for _ in range(2):
+        lease = await q.lease('rollout', 0.0)
+        ids[lease.id] = (lease.attempt, lease.spec)
+        await q.complete(lease, queue_lib.ResultRef(lease.id))
+      self.assertEqual(ids, {'run/0/0': (1, {'seed': 2}), 'run/1/0': (1, {})})
+      later = [await anext(results) for _ in range(2)]
+      self.assertEqual({r.task_id for _, r in later}, set(ids))
+      self.assertLess(first, later[0][0])
+
+    self.run_virtual(test)
+
+  def test_what_is_retired_is_forgotten_whatever_its_state(self):
+    async def test():
+      q = make()
+      ids = [f'run/0/{m}' for m in range(3)]
+      for task in (*ids, 'run/1/0'):
+        await q.offer(task, {})
+      done = await q.lease('rollout', 0.0)
+      await q.complete(done, queue_lib.ResultRef(done.id))
+      held = await q.lease('rollout', 0.0)
+      await q.retire([*ids, 'run/7/0'])
+      self.assertFalse(await q.extend(held))
+      result = queue_lib.ResultRef(held.id)
+      self.assertEqual(await q.complete(held, result), 'duplicate')
+      self.assertEqual((await q.lease('rollout', 0.0)).id, 'run/1/0')
+      await q.release(await q.lease('rollout', 2 * LEASE), retry=False)
+      self.assertEqual((await anext(q.results(0)))[1].task_id, 'run/1/0')
+      self.assertTrue(await q.offer('run/0/0', {}))
 
     self.run_virtual(test)
 

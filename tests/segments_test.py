@@ -12,6 +12,7 @@ from composer_jax import config
 from composer_jax import trace
 from composer_jax.chat import compact_renderer
 from composer_jax.fleet import admission
+from composer_jax.fleet import facts
 from composer_jax.fleet import ingest
 from composer_jax.learner import advantages
 from composer_jax.learner import items
@@ -156,7 +157,7 @@ class LearnerTest(absltest.TestCase):
   def test_metrics_tell_segments_from_rollouts(self):
     def metrics(*segments):
       members = {
-          k: admission.Member(k, 0, '', _rollout(k, float(k), n))
+          k: admission.Member(k, 0, None, facts.of(_rollout(k, float(k), n)))
           for k, n in enumerate(segments)
       }
       group = admission.Group(0, 0, members)

@@ -53,15 +53,16 @@ class UntrainableTest(absltest.TestCase):
     ledger, outcomes, untrainable = ledger_lib.Ledger(), {}, 0
     with hostile_turns.Host(cfg, 'none:', renderer, device=None) as host:
       rollouts = rollouts_lib.Rollouts(cfg, host, ledger, version, 'run')
-      while (batch := rollouts.take()) is not None:
+      while (step := rollouts.take()) is not None:
+        batch = step.consumed
         for g in batch.groups + batch.untrained:
           outcomes[g.prompt] = {m.outcome for m in g.members.values()}
         untrainable += ingest.metrics(batch)['rollouts/untrainable']
         ledger = ledger_lib.commit(ledger, batch, 'd')
         version = trace.WeightVersion(batch.version + 1, 'd', None)
-        host.call(rollouts.open(version))
+        host.call(rollouts.dispatcher.open(version))
         host._policy.version = version.step
-      counted = rollouts._tallies[-1][1]
+      counted = rollouts._curriculum._tallies[-1][1]
       rollouts.close()
     want = {
         k: {'untrainable' if k in cfg.tasks.misfits else 'valid'}

@@ -17,6 +17,8 @@ import hashlib
 
 from composer_jax import config
 from composer_jax import trace
+from composer_jax.fleet import blobs as blobs_lib
+from composer_jax.fleet import facts as facts_lib
 
 _REFILL_BATCHES = 4  # default refill allowance of a step, in batches
 
@@ -84,27 +86,32 @@ class Member:
   Attributes:
     cursor: position in the result stream just after it.
     seed: seed of the rollout.
-    sha256: digest of its payload; '' if it has none.
-    trajectory: None if the rollout was lost or its result refused.
+    blob: its payload; None if it has none.
+    facts: None if the rollout was lost or its result refused.
     refused: why ingest refused the result; '' if it did not.
   """
 
   cursor: int
   seed: int
-  sha256: str
-  trajectory: trace.Trajectory | None
+  blob: blobs_lib.BlobRef | None
+  facts: facts_lib.Facts | None
   refused: str = ''
 
   @property
+  def sha256(self) -> str:
+    """Digest of the payload, hex; '' if there is none."""
+    return '' if self.blob is None else self.blob.sha256
+
+  @property
   def valid(self) -> bool:
-    return self.trajectory is not None and self.trajectory.valid
+    return self.facts is not None and self.facts.valid
 
   @property
   def outcome(self) -> str:
     """'valid' | 'infra' | 'untrainable' | 'refused' | 'lost'."""
-    if self.trajectory is not None:
-      never = self.trajectory.stop is trace.StopReason.MAX_TOKENS
-      if never and not (self.valid or self.trajectory.segments):
+    if self.facts is not None:
+      never = self.facts.stop is trace.StopReason.MAX_TOKENS
+      if never and not (self.valid or self.facts.windows):
         return 'untrainable'
       return 'valid' if self.valid else 'infra'
     return 'refused' if self.refused else 'lost'
@@ -125,11 +132,9 @@ class Group:
   members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
 
   @property
-  def rollouts(self) -> tuple[trace.Trajectory, ...]:
+  def rollouts(self) -> tuple[facts_lib.Facts, ...]:
     """Valid members, in member order: the ones that train."""
-    return tuple(
-        m.trajectory for _, m in sorted(self.members.items()) if m.valid
-    )
+    return tuple(m.facts for _, m in sorted(self.members.items()) if m.valid)
 
   @property
   def fault(self) -> str:
@@ -338,3 +343,31 @@ def take(state: Assembly) -> tuple[Consumed, Assembly] | None:
       state, steps=state.steps + 1, groups=left, untrained=()
   )
   return batch, after
+
+
+def put_back(
+    state: Assembly, batch: Consumed, refused: Mapping[str, str]
+) -> Assembly:
+  """The state without the step that took `batch`, and without some results.
+
+  Args:
+    state: after `take`, whatever was added since.
+    batch: what was taken; the next batch may be another.
+    refused: task id -> why the result is refused after all.
+  """
+  groups = {g.prompt: g for g in batch.groups}
+  state = dataclasses.replace(
+      state,
+      steps=state.steps - 1,
+      groups={**groups, **state.groups},
+      untrained=batch.untrained + state.untrained,
+  )
+  for task, why in refused.items():
+    prompt, number = parse_task_id(task)
+    group = state.groups[prompt]
+    members = dict(group.members)
+    bad = dataclasses.replace(members.pop(number), facts=None, refused=why)
+    group = dataclasses.replace(group, members=members)
+    state = dataclasses.replace(state, groups={**state.groups, prompt: group})
+    state = add(state, prompt, number, bad)
+  return state

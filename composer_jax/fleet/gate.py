@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import ingest
+from composer_jax.fleet import queue
 from composer_jax.fleet import signal
 
 
@@ -15,9 +18,8 @@ class Gate:
   `asyncio.run_coroutine_threadsafe(gate.take(), loop).result()`.
   """
 
-  def __init__(self, state: admission.Assembly, *, routing_required: bool):
+  def __init__(self, state: admission.Assembly):
     self.state = state
-    self._routing_required = routing_required
     self._changed = signal.Signal()
 
   def _set(self, state: admission.Assembly) -> None:
@@ -49,32 +51,38 @@ class Gate:
     """Declares that no further prompt will be offered."""
     self._set(admission.exhaust(self.state))
 
-  def add(
-      self,
-      cursor: int,
-      task_id: str,
-      trajectory: trace.Trajectory | None,
-      *,
-      seed: int,
-      sha256: str = '',
-  ) -> None:
-    """Files one result; None means that every attempt at it was lost."""
-    prompt, member = admission.parse_task_id(task_id)
-    refused = ''
+  def check(self, result: queue.ResultRef) -> str:
+    """Says why a result must be refused; '' if it may count."""
+    prompt, _ = admission.parse_task_id(result.task_id)
     group = self.state.groups.get(prompt)
-    if trajectory is not None and group is not None:
-      staleness = self.state.pacing.max_staleness_versions
-      refused = ingest.check(
-          trajectory,
-          task_id=task_id,
-          digests=self.state.digests,
-          oldest_version=group.version - staleness,
-          routing_required=self._routing_required,
-      )
-    if refused:
-      trajectory = None
-    result = admission.Member(cursor, seed, sha256, trajectory, refused)
-    self._set(admission.add(self.state, prompt, member, result))
+    if result.facts is None or group is None:
+      return ''
+    staleness = self.state.pacing.max_staleness_versions
+    return ingest.check(
+        result.facts,
+        task_id=result.task_id,
+        digests=self.state.digests,
+        oldest_version=group.version - staleness,
+    )
+
+  def add(self, cursor: int, result: queue.ResultRef, *, seed: int) -> None:
+    """Files one result; one without a payload means that it was lost."""
+    prompt, number = admission.parse_task_id(result.task_id)
+    refused = self.check(result)
+    facts = None if refused else result.facts
+    member = admission.Member(cursor, seed, result.blob, facts, refused)
+    self._set(admission.add(self.state, prompt, number, member))
+
+  def put_back(
+      self, batch: admission.Consumed, refused: Mapping[str, str]
+  ) -> None:
+    """Undoes `take`: payloads turned out not to be what was said of them.
+
+    Args:
+      batch: what was taken last.
+      refused: task id -> why.
+    """
+    self._set(admission.put_back(self.state, batch, refused))
 
   async def take(self) -> admission.Consumed | None:
     """Waits for the next batch; None: the source is exhausted and consumed."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 import dataclasses
 import itertools
 import secrets
@@ -53,34 +53,53 @@ class InProcessQueue:
     """
     self._lease_seconds = lease_seconds
     self._max_attempts = max_attempts
-    self._first = cursor
     self._order = itertools.count()
     self._tasks: dict[str, _Task] = {}
-    self._done: set[str] = set()
+    self._specs: dict[str, Mapping[str, Any]] = {}
+    self._done: dict[str, int] = {}  # task -> cursor of its result
     self._pools = collections.defaultdict(asyncio.PriorityQueue)
-    self._log: list[queue.ResultRef] = []
+    self._log: dict[int, queue.ResultRef] = {}
+    self._last = cursor
     self._version: trace.WeightVersion | None = None
     self._changed = signal.Signal()
 
-  async def offer(self, task_id: str, spec: Mapping[str, Any]) -> None:
-    if task_id in self._tasks or task_id in self._done:
-      raise ValueError(f'task {task_id!r}: offered twice')
+  async def offer(self, task_id: str, spec: Mapping[str, Any]) -> bool:
+    if self._specs.get(task_id) == spec:
+      return False
+    await self.again(task_id, spec)
+    return True
+
+  async def again(self, task_id: str, spec: Mapping[str, Any]) -> None:
+    await self.retire([task_id])
+    self._specs[task_id] = spec
     self._tasks[task_id] = _Task(next(self._order), spec)
     self._enqueue(task_id)
 
+  async def retire(self, task_ids: Sequence[str]) -> None:
+    for task_id in task_ids:
+      self._specs.pop(task_id, None)
+      self._log.pop(self._done.pop(task_id, 0), None)
+      task = self._tasks.pop(task_id, None)
+      if task is not None and task.timer is not None:
+        task.timer.cancel()
+
   def _enqueue(self, task_id: str) -> None:
     task = self._tasks[task_id]
-    pool = task.spec.get('pool', 'rollout')
+    pool = task.spec.get('pool', queue.POOL)
     # By order of offering: a redelivered task goes before all younger ones.
     self._pools[pool].put_nowait((task.order, task_id))
 
   async def lease(self, pool: str, timeout: float) -> queue.Lease | None:
+    waiting = self._pools[pool]
     try:
       async with asyncio.timeout(timeout):
-        _, task_id = await self._pools[pool].get()
+        while True:
+          order, task_id = await waiting.get()
+          task = self._tasks.get(task_id)
+          if task is not None and task.order == order:  # else it was retired
+            break
     except TimeoutError:
       return None
-    task = self._tasks[task_id]
     task.attempt += 1
     task.token = secrets.token_hex(8)
     self._arm(task_id, task)
@@ -114,8 +133,9 @@ class InProcessQueue:
 
   def _finish(self, result: queue.ResultRef) -> None:
     self._tasks.pop(result.task_id).timer.cancel()
-    self._done.add(result.task_id)
-    self._log.append(result)
+    self._last += 1
+    self._done[result.task_id] = self._last
+    self._log[self._last] = result
     self._changed.fire()
 
   def _held(self, lease: queue.Lease) -> _Task | None:
@@ -147,17 +167,14 @@ class InProcessQueue:
   async def results(
       self, cursor: int
   ) -> AsyncIterator[tuple[int, queue.ResultRef]]:
-    if not self._first <= cursor <= self._first + len(self._log):
-      raise ValueError(
-          f'cursor={cursor}: this queue holds results from {self._first} to'
-          f' {self._first + len(self._log)}'
-      )
-    index = cursor - self._first
+    if cursor > self._last:
+      raise ValueError(f'cursor={cursor}: the newest result is {self._last}')
     while True:
-      while index == len(self._log):
+      while cursor == self._last:
         await self._changed.wait()
-      index += 1
-      yield self._first + index, self._log[index - 1]
+      cursor += 1
+      if (result := self._log.get(cursor)) is not None:
+        yield cursor, result
 
   async def publish_version(self, version: trace.WeightVersion) -> None:
     """Moves the pointer if `version` follows the current one.

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 
 import numpy as np
 
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import facts
 
 _FORMAT = 2
-Runs = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class RolloutRecord:
   member: int
   seed: int
   outcome: str
-  spans: tuple[Runs, ...]
+  spans: tuple[facts.Runs, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +101,12 @@ class Ledger:
 
   cursor: int = 0
   next_prompt: int = 0
-  consumed: Runs = ()
-  in_flight: Runs = ()
+  consumed: facts.Runs = ()
+  in_flight: facts.Runs = ()
   steps: tuple[StepRecord, ...] = ()
 
 
-def _merge(ranges: Runs, prompts: list[int]) -> Runs:
+def _merge(ranges: facts.Runs, prompts: list[int]) -> facts.Runs:
   """Adds prompts to half-open ranges; refuses one that is in already."""
   out: list[list[int]] = []
   for low, high in sorted((*ranges, *((p, p + 1) for p in prompts))):
@@ -120,14 +119,6 @@ def _merge(ranges: Runs, prompts: list[int]) -> Runs:
   return tuple((low, high) for low, high in out)
 
 
-def _spans(versions: np.ndarray) -> Runs:
-  """Run-length code of a version per token."""
-  return tuple(
-      (version, len(list(run)))
-      for version, run in itertools.groupby(versions.tolist())
-  )
-
-
 def group_digest(group: admission.Group) -> str:
   """sha256 over the payload digests of the members, in member order."""
   lines = [m.sha256 + '\n' for _, m in sorted(group.members.items())]
@@ -138,8 +129,8 @@ def record(group: admission.Group) -> GroupRecord:
   """What the ledger keeps of a group."""
   rollouts = []
   for number, m in sorted(group.members.items()):
-    segments = () if m.trajectory is None else m.trajectory.segments
-    spans = tuple(_spans(s.versions) for s in segments)
+    windows = () if m.facts is None else m.facts.windows
+    spans = tuple(w.spans for w in windows)
     rollouts.append(RolloutRecord(number, m.seed, m.outcome, spans))
   valid = group.rollouts
   rewards = [t.reward for t in valid] or [0.0]
@@ -218,7 +209,9 @@ def resume(
       cursor=ledger.cursor,
       groups={p: admission.Group(p, v) for p, v in ledger.in_flight},
       digests={s.version: s.digest for s in ledger.steps}
-      | {version.step: version.digest},
+      | {version.step: version.digest}
+      # A run that was killed may have published the same weights already.
+      | {s.version + 1: version.digest for s in ledger.steps[-1:]},
   )
 
 
@@ -239,7 +232,7 @@ def to_json(ledger: Ledger) -> str:
   )
 
 
-def _pairs(rows) -> Runs:
+def _pairs(rows) -> facts.Runs:
   return tuple((a, b) for a, b in rows)
 
 

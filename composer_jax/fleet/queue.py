@@ -1,4 +1,4 @@
-"""Work queue: tasks go down, result references come up, versions go down.
+"""Work queue: tasks go down, results come up by reference, versions go down.
 
 What a queue is, for dispatchers and workers; `inprocess` has the one of a
 single machine.
@@ -7,37 +7,36 @@ single machine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 import dataclasses
 from typing import Any, Literal, Protocol, TypeVar
 
 from composer_jax import trace
 from composer_jax.fleet import blobs as blobs_lib
+from composer_jax.fleet import facts as facts_lib
 
+POOL = 'rollout'  # of tasks that do not name one
 T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultRef:
-  """Where the payload of a result lies; messages never carry the payload.
+  """A result: where its payload lies; messages never carry it.
 
   Attributes:
     task_id: `run/prompt/member`.
     blob: the payload; None if every attempt was lost.
+    facts: what the payload says of the rollout; None if there is none.
   """
 
   task_id: str
-  blob: blobs_lib.BlobRef | None
+  blob: blobs_lib.BlobRef | None = None
+  facts: facts_lib.Facts | None = None
 
   @property
   def lost(self) -> bool:
     """An infrastructure failure: no attempt returned anything."""
     return self.blob is None
-
-  @property
-  def sha256(self) -> str:
-    """Digest of the payload, hex; '' if there is none."""
-    return '' if self.blob is None else self.blob.sha256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +71,23 @@ class Lease:
 class WorkQueue(Protocol):
   """Tasks at least once, a resumable result stream and a version pointer."""
 
-  async def offer(self, task_id: str, spec: Mapping[str, Any]) -> None:
-    """Adds a task, once; whoever offers has admitted it.
+  async def offer(self, task_id: str, spec: Mapping[str, Any]) -> bool:
+    """Adds a task; whoever offers has admitted it.
 
-    Raises:
-      ValueError: it was offered before.
+    A queue may outlive the dispatcher that filled it. A task that is there
+    with another spec is replaced, and what became of it forgotten.
+
+    Returns:
+      False if it was there already, with or without a result.
     """
+    ...
+
+  async def again(self, task_id: str, spec: Mapping[str, Any]) -> None:
+    """Offers a task whose result is void once more, as if never offered."""
+    ...
+
+  async def retire(self, task_ids: Sequence[str]) -> None:
+    """Forgets tasks and their results, whatever their state."""
     ...
 
   async def lease(self, pool: str, timeout: float) -> Lease | None:
@@ -99,7 +109,10 @@ class WorkQueue(Protocol):
     ...
 
   def results(self, cursor: int) -> AsyncIterator[tuple[int, ResultRef]]:
-    """Results after `cursor`, each with the cursor to resume after it."""
+    """Results after `cursor` that are not retired, each with its cursor.
+
+    Cursors grow, and may skip numbers.
+    """
     ...
 
   async def publish_version(self, version: trace.WeightVersion) -> None:

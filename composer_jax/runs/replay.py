@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import hashlib
 import pathlib
 from typing import NamedTuple
 
@@ -23,6 +22,9 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import blobs
+from composer_jax.fleet import dispatcher
+from composer_jax.fleet import facts
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import loss_inputs
 from composer_jax.learner import step as step_lib
@@ -174,9 +176,9 @@ def _played(
     run_id: str,
     weights: Mapping[int, Weights],
     record: ledger_lib.GroupRecord,
-) -> admission.Group:
+) -> tuple[admission.Group, dict[str, trace.Trajectory]]:
   """The valid rollouts of a recorded group, played again."""
-  members = {}
+  members, played = {}, {}
   for r in record.rollouts:
     if r.outcome != 'valid':
       continue
@@ -192,9 +194,10 @@ def _played(
             policy=Recorded(cfg, weights, segments),
         )
     )
-    sha256 = hashlib.sha256(trace.to_bytes(trajectory)).hexdigest()
-    members[r.member] = admission.Member(0, r.seed, sha256, trajectory)
-  return admission.Group(record.prompt, record.version, members)
+    blob = blobs.BlobRef.of(trajectory.task_id, trace.to_bytes(trajectory))
+    played[trajectory.task_id] = trajectory
+    members[r.member] = admission.Member(0, r.seed, blob, facts.of(trajectory))
+  return admission.Group(record.prompt, record.version, members), played
 
 
 def run(
@@ -235,9 +238,10 @@ def run(
     weights[record.version] = Weights(params, root)
     if root != (record.digest or root):
       return Replay(number, count, unverified, f'weights of step {number}')
-    groups = []
+    groups, payloads = [], {}
     for old in (*record.trained, *record.untrained):
-      group = _played(cfg, host, manifest.run_id(workdir), weights, old)
+      group, played = _played(cfg, host, manifest.run_id(workdir), weights, old)
+      payloads |= played
       count += len(group.members)
       if any(r.outcome != 'valid' for r in old.rollouts):
         unverified += 1
@@ -255,8 +259,9 @@ def run(
         next_prompt=0,
         cursor=0,
     )
+    step = dispatcher.Step(batch, payloads)
     state, _, _ = rl.train(
-        cfg, state, batch, tx=tx, mesh=mesh, reference=reference
+        cfg, state, step, tx=tx, mesh=mesh, reference=reference
     )
     ended()
   want = run_digest.of_state(run_digest.restored(cfg, workdir, 'rl', mesh))

@@ -22,7 +22,7 @@ import numpy as np
 
 from composer_jax import config
 from composer_jax import trace
-from composer_jax.fleet import admission
+from composer_jax.fleet import dispatcher
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import advantages
 from composer_jax.learner import batch as batch_lib
@@ -154,12 +154,12 @@ _publish_dtype = jax.jit(params_lib.publish_dtype)
 
 
 def _items(
-    cfg: config.Experiment, batch: admission.Consumed
+    cfg: config.Experiment, batch: dispatcher.Step
 ) -> tuple[list[items.Item], int]:
   """Segments to train with their advantages, and the number of rollouts."""
   rollouts, weights = [], []
-  for group in batch.groups:
-    members = group.rollouts
+  for group in batch.consumed.groups:
+    members = batch.rollouts(group)
     a = advantages.group_advantages(members, cfg.advantage)
     if a is not None:
       rollouts += members
@@ -170,7 +170,7 @@ def _items(
 def train(
     cfg: config.Experiment,
     state: batch_lib.TrainState,
-    batch: admission.Consumed,
+    batch: dispatcher.Step,
     *,
     tx: Any,
     mesh: jax.sharding.Mesh,
@@ -188,7 +188,7 @@ def train(
   batches, packed = packing.pack_all(
       segments,
       _shape(cfg),
-      now=batch.version,
+      now=batch.consumed.version,
       replay=cfg.model,
       withhold_staleness_versions=cfg.rl.withhold_staleness_versions,
   )
@@ -203,7 +203,7 @@ def train(
       reference=reference,
       on_nonfinite=on_nonfinite,
   )
-  figures |= step_record.staleness(packed, segments, batch.version)
+  figures |= step_record.staleness(packed, segments, batch.consumed.version)
   return state, figures, packed.tokens
 
 
@@ -301,15 +301,16 @@ def run(
       state, trained, tokens = train(
           cfg, state, batch, on_nonfinite=save_batch, **how
       )
-      figures = step_record.of_batch(batch, cfg.harness) | trained
+      consumed = batch.consumed
+      figures = step_record.of_batch(consumed, cfg.harness) | trained
       stepped = time.perf_counter()
       outbox.settle()
       settled = time.perf_counter()
       ledger = ledger_lib.commit(
-          ledger, batch, outbox.digests.get(batch.version, '')
+          ledger, consumed, outbox.digests.get(consumed.version, '')
       )
       done = len(ledger.steps)
-      outbox.send(done, batch.version + 1, state.params, rollouts.published)
+      outbox.send(done, consumed.version + 1, state.params, rollouts.published)
       step_record.keep(batch, workdir / 'trajectories')
       figures |= meter.read(taken, stepped, settled, tokens)
       history.append(figures)
@@ -320,6 +321,8 @@ def run(
       writer.write('rl', done, figures)
       if _due(done, rl.checkpoint_every_steps, rl.steps):
         saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
+        # The save before is on the disk by now; of this one nobody knows yet.
+        rollouts.retire(saved)
         saved = done
         meter = Meter(host)
       bar.update(

@@ -1,18 +1,18 @@
-"""Rollouts of a run on one machine: who dispatches, who plays, who collects.
+"""Rollouts of a run on one machine: who dispatches, and who plays.
 
 Everything here lives on the host's event loop; the trainer's thread calls
-`take`, `published` and `close` only.
+`take`, `published`, `retire` and `close` only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
-import itertools
+from typing import Any
 
 from composer_jax import config
 from composer_jax import task as task_lib
@@ -20,15 +20,16 @@ from composer_jax import trace
 from composer_jax.environments import curriculum
 from composer_jax.fleet import admission
 from composer_jax.fleet import blobs as blobs_lib
-from composer_jax.fleet import gate as gate_lib
+from composer_jax.fleet import dispatcher as dispatcher_lib
 from composer_jax.fleet import inprocess
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.fleet import queue as queue_lib
+from composer_jax.fleet import worker
 from composer_jax.runs import player
+from composer_jax.runs import step_record
 from composer_jax.weights import publish
 from composer_jax.weights import store as store_lib
 
-_MAX_ATTEMPTS = 3
 _TALLIES = 32  # kept; more than a prompt's admission can lag behind
 
 
@@ -39,12 +40,50 @@ def training_task(cfg: config.Experiment, index: int) -> task_lib.Task:
   return dataclasses.replace(task, meta={**task.meta, **known})
 
 
+class _Curriculum:
+  """`dispatcher.Source`: the curriculum's choice for every prompt."""
+
+  def __init__(self, cfg: config.Experiment, ledger: ledger_lib.Ledger):
+    self._tasks = cfg.tasks
+    self._candidates = cfg.rl.candidates_per_prompt
+    # (version that a step started from, what was known after it).
+    self._tallies: collections.deque[tuple[int, curriculum.Tally]] = (
+        collections.deque([(-1, {})], maxlen=_TALLIES)
+    )
+    for step in ledger.steps:
+      self.learn(step.version, step.trained + step.untrained)
+
+  def learn(
+      self, version: int, records: Iterable[ledger_lib.GroupRecord]
+  ) -> None:
+    """Takes note of the groups that a step consumed."""
+    groups = [
+        (g.stratum, curriculum.worth(g.mean, g.variance))
+        for g in records
+        if g.judged
+    ]
+    tally = curriculum.fold(self._tallies[-1][1], groups)
+    self._tallies.append((version, tally))
+
+  def has(self, prompt: int) -> bool:
+    return curriculum.has(self._tasks, prompt, self._candidates)
+
+  def spec(self, prompt: int, version: int) -> Mapping[str, Any]:
+    """Chooses from the steps before the prompt was admitted.
+
+    From those alone: what finished meanwhile depends on the machine's speed.
+    """
+    known = [t for v, t in self._tallies if v < version]
+    tally = known[-1] if known else self._tallies[0][1]
+    task = curriculum.choose(self._tasks, prompt, self._candidates, tally)
+    return {'task': task}
+
+
 class Rollouts:
-  """Dispatcher, workers and collector on the host's event loop.
+  """Dispatcher and workers on the host's event loop.
 
   Attributes:
-    gate: admission.
-    queue: tasks and results.
+    dispatcher: what hands out and files.
   """
 
   def __init__(
@@ -56,31 +95,44 @@ class Rollouts:
       run_id: str,
   ):
     self._cfg = cfg
-    self._run_id = run_id
     self._host = host
-    self._ledger = ledger
-    state = ledger_lib.resume(ledger, admission.Pacing.of(cfg.rl), version)
-    self.gate = gate_lib.Gate(state, routing_required=True)
-    self.queue = inprocess.InProcessQueue(
+    self._curriculum = _Curriculum(cfg, ledger)
+    self._queue = inprocess.InProcessQueue(
         lease_seconds=cfg.rl.lease_seconds,
-        max_attempts=_MAX_ATTEMPTS,
+        max_attempts=worker.MAX_ATTEMPTS,
         cursor=ledger.cursor,
     )
     self._blobs = blobs_lib.MemoryBlobs()
-    # (version that a step started from, what was known after it).
-    self._tallies: collections.deque[tuple[int, curriculum.Tally]] = (
-        collections.deque([(-1, {})], maxlen=_TALLIES)
+    self.dispatcher = dispatcher_lib.Dispatcher(
+        self._queue,
+        self._blobs,
+        self._curriculum,
+        run=run_id,
+        seed=cfg.seed,
+        ledger=ledger,
+        pacing=admission.Pacing.of(cfg.rl),
+        version=version,
+        stored=self._stored,
+        routing_required=True,
     )
-    for step in ledger.steps:
-      self._learn(step.version, step.trained + step.untrained)
     self._failed: futures.Future[None] = futures.Future()
     self._tasks: list[asyncio.Task] = []
     host.call(self._start(version))
 
   async def _start(self, version: trace.WeightVersion) -> None:
-    await self.open(version)
-    works = [self._work() for _ in range(self._cfg.rl.workers)]
-    for coroutine in (self._dispatch(), self._collect(), *works):
+    await self.dispatcher.open(version)
+    works = [
+        worker.work(
+            self._queue,
+            self._blobs,
+            self._play,
+            pool=queue_lib.POOL,
+            lease_seconds=self._cfg.rl.lease_seconds,
+        )
+        for _ in range(self._cfg.rl.workers)
+    ]
+    mine = self.dispatcher
+    for coroutine in (mine.offer(), mine.collect(), *works):
       task = asyncio.create_task(coroutine)
       task.add_done_callback(self._done)
       self._tasks.append(task)
@@ -94,117 +146,27 @@ class Rollouts:
     with contextlib.suppress(futures.InvalidStateError):  # the first one wins
       self._failed.set_exception(error)
 
-  def _learn(
-      self, version: int, records: tuple[ledger_lib.GroupRecord, ...]
-  ) -> None:
-    groups = [
-        (g.stratum, curriculum.worth(g.mean, g.variance))
-        for g in records
-        if g.judged
-    ]
-    tally = curriculum.fold(self._tallies[-1][1], groups)
-    self._tallies.append((version, tally))
-
-  def _choose(self, prompt: int) -> int:
-    """Task of a prompt, from the steps before it was admitted.
-
-    Of those alone: what finished meanwhile depends on the machine's speed.
-    """
-    admitted = self.gate.state.groups[prompt].version
-    known = [t for version, t in self._tallies if version < admitted]
-    return curriculum.choose(
-        self._cfg.tasks,
-        prompt,
-        self._cfg.rl.candidates_per_prompt,
-        known[-1] if known else self._tallies[0][1],
+  async def _play(self, lease: queue_lib.Lease) -> trace.Trajectory:
+    oldest = lease.version - self._cfg.rl.max_staleness_versions
+    return await self._host.rollout(
+        training_task(self._cfg, lease.spec['task']),
+        lease.id,
+        seed=lease.spec['seed'],
+        oldest_version=max(oldest, 0),
     )
-
-  async def _dispatch(self) -> None:
-    rl = self._cfg.rl
-    again = [prompt for prompt, _ in self._ledger.in_flight]
-    fresh = itertools.count(self._ledger.next_prompt)
-    for prompt in itertools.chain(again, fresh):
-      if not curriculum.has(self._cfg.tasks, prompt, rl.candidates_per_prompt):
-        self.gate.exhaust()
-        return
-      await self.gate.admit(admission.task_id(self._run_id, prompt, 0))
-      task = self._choose(prompt)
-      for member in range(rl.rollouts_per_group):
-        seed = admission.rollout_seed(self._cfg.seed, prompt, member)
-        task_id = admission.task_id(self._run_id, prompt, member)
-        await self.queue.offer(task_id, {'task': task, 'seed': seed})
-
-  async def _work(self) -> None:
-    while True:
-      lease = await self.queue.lease('rollout', timeout=3600.0)
-      if lease is not None:
-        await self._roll(lease)
-
-  async def _roll(self, lease: queue_lib.Lease) -> None:
-    rl = self._cfg.rl
-    task = training_task(self._cfg, lease.spec['task'])
-    trajectory = await queue_lib.keep(
-        self.queue,
-        lease,
-        rl.lease_seconds,
-        self._host.rollout(
-            task,
-            lease.id,
-            seed=lease.spec['seed'],
-            oldest_version=max(lease.version - rl.max_staleness_versions, 0),
-        ),
-    )
-    if trajectory is None:
-      return
-    if (
-        trajectory.stop is trace.StopReason.INFRA_ERROR
-        and lease.attempt < _MAX_ATTEMPTS
-    ):
-      await self.queue.release(lease, retry=True)
-      return
-    blob = await self._blobs.put(lease.blob, trace.to_bytes(trajectory))
-    ref = queue_lib.ResultRef(lease.id, blob)
-    if await self.queue.complete(lease, ref) == 'duplicate':
-      await self._blobs.delete([blob.name])
-
-  async def _collect(self) -> None:
-    async for cursor, ref in self.queue.results(self._ledger.cursor):
-      trajectory = None
-      if ref.blob is not None:
-        trajectory = trace.from_bytes(await self._blobs.get(ref.blob))
-        await self._blobs.delete([ref.blob.name])
-        await self._reach(trajectory.weights)
-      prompt, member = admission.parse_task_id(ref.task_id)
-      self.gate.add(
-          cursor,
-          ref.task_id,
-          trajectory,
-          seed=admission.rollout_seed(self._cfg.seed, prompt, member),
-          sha256=ref.sha256,
-      )
-
-  async def _reach(self, weights: Mapping[int, str]) -> None:
-    """Waits until the gate knows the versions that a result was sampled with.
-
-    Hosts see a version in the store before its publisher has said so. One that
-    the store does not have waits for nothing, and is refused.
-    """
-    for version, digest in weights.items():
-      if version > self.gate.state.published:
-        if await asyncio.to_thread(self._stored, version) == digest:
-          await self.gate.reaches(version)
 
   def _stored(self, version: int) -> str | None:
     return store_lib.Store(self._host.url).digest(version)
 
-  async def _take(self) -> admission.Consumed | None:
-    batch = await self.gate.take()
-    if batch is not None:
+  async def _take(self) -> dispatcher_lib.Step | None:
+    step = await self.dispatcher.take(step_record.shown)
+    if step is not None:
+      batch = step.consumed
       groups = batch.groups + batch.untrained
-      self._learn(batch.version, tuple(map(ledger_lib.record, groups)))
-    return batch
+      self._curriculum.learn(batch.version, map(ledger_lib.record, groups))
+    return step
 
-  def take(self) -> admission.Consumed | None:
+  def take(self) -> dispatcher_lib.Step | None:
     """The next batch; None: every task has been played.
 
     Raises what a coroutine of the rollout side raised.
@@ -225,14 +187,13 @@ class Rollouts:
       self._fail(error)
       return
     opened = asyncio.run_coroutine_threadsafe(
-        self.open(future.result().version), self._host.loop
+        self.dispatcher.open(future.result().version), self._host.loop
     )
     opened.add_done_callback(self._done)
 
-  async def open(self, version: trace.WeightVersion) -> None:
-    """Tells workers and the gate of weights that are in the store."""
-    await self.queue.publish_version(version)
-    self.gate.publish(version)
+  def retire(self, steps: int) -> None:
+    """Forgets what the first `steps` steps consumed; they are saved."""
+    self._host.call(self.dispatcher.retire(steps))
 
   async def _stop(self) -> None:
     for task in self._tasks:

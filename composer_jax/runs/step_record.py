@@ -11,6 +11,8 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import admission
+from composer_jax.fleet import dispatcher
+from composer_jax.fleet import facts as facts_lib
 from composer_jax.fleet import ingest
 from composer_jax.learner import items
 from composer_jax.learner import packing
@@ -21,33 +23,37 @@ _KEPT_PER_STEP = 16
 _KEPT_UNTRAINED = 4
 
 
-def _spread(groups: Sequence[admission.Group], most: int) -> list[Any]:
-  """A few trajectories of some groups, evenly over them."""
+def _spread(
+    groups: Sequence[admission.Group], most: int
+) -> list[facts_lib.Facts]:
+  """A few rollouts of some groups, evenly over them."""
   every = [t for g in groups for t in g.rollouts]
   return every[:: max(1, len(every) // most)][:most]
 
 
-def keep(batch: admission.Consumed, folder: pathlib.Path) -> None:
-  """Writes a few trajectories of the step; of groups that taught nothing, too.
+def shown(batch: admission.Consumed) -> list[facts_lib.Facts]:
+  """Rollouts of a step that are kept; of groups that taught nothing, too.
 
   Why they did not is what one wants to look at when a run learns nothing.
   """
-  folder = folder / f'{batch.step:06d}'
-  folder.mkdir(parents=True, exist_ok=True)
   kept = _spread(batch.groups, _KEPT_PER_STEP)
-  for t in kept + _spread(batch.untrained, _KEPT_UNTRAINED):
-    prompt, member = admission.parse_task_id(t.task_id)
+  return kept + _spread(batch.untrained, _KEPT_UNTRAINED)
+
+
+def keep(step: dispatcher.Step, folder: pathlib.Path) -> None:
+  """Writes the rollouts that are `shown`."""
+  folder = folder / f'{step.consumed.step:06d}'
+  folder.mkdir(parents=True, exist_ok=True)
+  for facts in shown(step.consumed):
+    prompt, member = admission.parse_task_id(facts.task_id)
     path = folder / f'{prompt}-{member}.traj'
-    path.write_bytes(trace.to_bytes(t))
+    path.write_bytes(trace.to_bytes(step.payloads[facts.task_id]))
 
 
-def _truncated(trajectory: trace.Trajectory, turn_tokens: int) -> bool:
+def _truncated(facts: facts_lib.Facts, turn_tokens: int) -> bool:
   """Says whether every turn of a rollout ran into its budget."""
-  lengths = []
-  for s in trajectory.segments:
-    edges = np.flatnonzero(np.diff(s.sampled, prepend=False, append=False))
-    lengths += (edges[1::2] - edges[::2]).tolist()
-  return bool(lengths) and min(lengths) >= turn_tokens
+  turns = [w.shortest_turn for w in facts.windows if w.sampled]
+  return bool(turns) and min(turns) >= turn_tokens
 
 
 def of_batch(
