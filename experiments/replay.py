@@ -18,6 +18,7 @@ flags.define_compilation_cache()
 
 
 def main() -> int:
+  from composer_jax.fleet import history
   from composer_jax.fleet import ledger
   from composer_jax.learner import step
   from composer_jax.runs import evaluate
@@ -31,8 +32,8 @@ def main() -> int:
   cache = absl_flags.FLAGS.compilation_cache
   devices = machine.setup_devices(cfg, cache)
   extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
-  record = ledger.from_json(extra['ledger'])
-  total, done = len(record.steps), itertools.count(1)
+  steps = history.read(workdir, ledger.from_json(extra['ledger']))
+  total, done = len(steps), itertools.count(1)
   with (
       evaluate.stored_host(cfg, workdir, None, devices.rollout) as host,
       progress.Progress(total, 'step', label='replay') as bar,
@@ -40,7 +41,7 @@ def main() -> int:
     found = replay.run(
         cfg,
         workdir,
-        record,
+        steps,
         host,
         step.make_mesh(cfg.mesh),
         lambda: bar.update(next(done)),

@@ -530,7 +530,7 @@ class SimulatedRunTest(parameterized.TestCase):
     ledger = fleet_sim.run(life.train(1000))
     self.assertEqual(ledger.consumed, ((0, 30),))
     self.assertEqual(ledger.in_flight, ())
-    trained = sorted(g.prompt for s in ledger.steps for g in s.trained)
+    trained = sorted(g.prompt for s in ledger.recent for g in s.trained)
     self.assertEqual(trained, [p for p in range(30) if p % 3])
 
 

@@ -8,6 +8,7 @@ import tempfile
 from absl.testing import absltest
 
 from composer_jax import config_text
+from composer_jax.fleet import history
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.runs import run_digest
 from composer_jax.weights import checkpoint
@@ -71,17 +72,16 @@ class KilledAsyncRunTest(absltest.TestCase):
     done = small_run.run('rl', workdir, *_ASYNC)
     self.assertEqual(done.returncode, 0, done.stderr)
     extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
-    ledger = ledger_lib.from_json(extra['ledger'])  # refuses a double entry
+    ledger = ledger_lib.from_json(extra['ledger'])
+    steps = history.read(workdir, ledger)  # refuses a double entry
     self.assertGreaterEqual(kills, 1)
-    self.assertLen(ledger.steps, 8)
+    self.assertLen(steps, 8)
     self.assertEqual(ledger_lib.lost(ledger), ())
-    trained = [
-        g.prompt for s in ledger.steps for g in (*s.trained, *s.untrained)
-    ]
+    trained = [g.prompt for s in steps for g in (*s.trained, *s.untrained)]
     self.assertLen(set(trained), len(trained))
     outcomes = {
         r.outcome
-        for s in ledger.steps
+        for s in steps
         for g in (*s.trained, *s.untrained)
         for r in g.rollouts
     }

@@ -201,7 +201,7 @@ class Run:
 
   async def train(self, steps: int) -> ledger_lib.Ledger:
     """Runs a life of at most `steps` steps; everything dies at its end."""
-    version = weights(len(self.ledger.steps))
+    version = weights(self.ledger.done)
     self.serving = version.step
     self.queue = inprocess.InProcessQueue(
         lease_seconds=self.lease_seconds,

@@ -77,7 +77,11 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'agents checks task trace',
         f'{_HOST} httpx yaml',
     ),
-    'fleet': ('composer_jax/fleet/*.py', 'config trace', _HOST),
+    'fleet': (
+        'composer_jax/fleet/*.py',
+        'atomic config trace',
+        f'{_HOST} zstandard',
+    ),
     'dashboard': ('composer_jax/dashboard/*.py', 'atomic', 'jinja2 matplotlib'),
     'data': (
         'composer_jax/data/*.py',

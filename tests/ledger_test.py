@@ -56,10 +56,10 @@ class LedgerTest(parameterized.TestCase):
     )
     sha256 = hashlib.sha256(b'3/0\n3/1\n').hexdigest()
     spans = (((5, 3), (6, 1)),)
-    self.assertEqual(ledger.steps[0].digest, 'abc')
-    self.assertEqual([g.prompt for g in ledger.steps[0].trained], [3, 0])
+    self.assertEqual(ledger.recent[0].digest, 'abc')
+    self.assertEqual([g.prompt for g in ledger.recent[0].trained], [3, 0])
     self.assertEqual(
-        ledger.steps[0].trained[0],
+        ledger.recent[0].trained[0],
         ledger_lib.GroupRecord(
             3,
             0,
@@ -75,7 +75,7 @@ class LedgerTest(parameterized.TestCase):
             0.25,
         ),
     )
-    (skipped,) = ledger.steps[0].untrained
+    (skipped,) = ledger.recent[0].untrained
     self.assertEqual((skipped.prompt, skipped.fault), (1, 'too_few'))
     self.assertEqual(skipped.rollouts[1].outcome, 'lost')
     self.assertEqual(ledger.consumed, ((0, 2), (3, 4)))
@@ -134,7 +134,7 @@ class LedgerTest(parameterized.TestCase):
       return dataclasses.replace(one, groups=(trained,))
 
     ledger = ledger_lib.commit(ledger_lib.Ledger(), named(0, 0, 7), 'd')
-    (first,) = ledger.steps[0].trained
+    (first,) = ledger.recent[0].trained
     self.assertEqual((first.task, first.stratum), (7, 'kind'))
     with self.assertRaisesRegex(ValueError, 'task=7: trained on twice'):
       ledger_lib.commit(ledger, named(1, 1, 7), 'd')
@@ -182,7 +182,7 @@ class LedgerTest(parameterized.TestCase):
         {'consumed': [[0, 3]]},
         {'consumed': [[0, 1]]},
         {'in_flight': []},
-        {'steps': []},
+        {'recent': []},
     ):
       with self.assertRaisesRegex(ValueError, 'disagree'):
         ledger_lib.from_json(json.dumps(good | edit))
@@ -201,9 +201,9 @@ class LedgerTest(parameterized.TestCase):
     for life in range(12):
       # A checkpoint every 2 steps: the kill loses up to two of them.
       ledger = ledger_lib.from_json(saved)
-      steps = len(ledger.steps) + int(rng.integers(1, 6))
+      steps = ledger.done + int(rng.integers(1, 6))
       kept = None
-      while len(ledger.steps) < steps:
+      while ledger.done < steps:
         run = fleet_sim.Run(
             pacing,
             lambda p, m: float(m) if p % 4 else 1.0,
@@ -211,14 +211,14 @@ class LedgerTest(parameterized.TestCase):
             ledger=ledger,
         )
         ledger = fleet_sim.run(run.train(1))
-        if len(ledger.steps) % 2 == 0:
+        if ledger.done % 2 == 0:
           kept = ledger
       saved = ledger_lib.to_json(kept) if kept else saved
     ledger = ledger_lib.from_json(saved)
-    self.assertGreater(len(ledger.steps), 10)
+    self.assertGreater(ledger.done, 10)
     self.assertEqual(ledger_lib.lost(ledger), ())
     consumed = [
-        g.prompt for s in ledger.steps for g in (*s.trained, *s.untrained)
+        g.prompt for s in ledger.recent for g in (*s.trained, *s.untrained)
     ]
     self.assertLen(set(consumed), len(consumed))
     late = ledger.next_prompt - len(consumed)
@@ -240,7 +240,9 @@ class LedgerTest(parameterized.TestCase):
     for life, steps in enumerate((2, 1, 4)):  # arrivals differ between lives
       saved = ledger_lib.to_json(run(ledger, steps, life))
       ledger = ledger_lib.from_json(saved)
-    for step, (a, b) in enumerate(zip(whole.steps, ledger.steps, strict=True)):
+    for step, (a, b) in enumerate(
+        zip(whole.recent, ledger.recent, strict=True)
+    ):
       self.assertEqual(
           [(g.prompt, g.version, g.fault) for g in a.trained + a.untrained],
           [(g.prompt, g.version, g.fault) for g in b.trained + b.untrained],
@@ -284,7 +286,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   def live(self):
     """Starts a life from the checkpoint, as after a kill."""
     self.ledger = ledger_lib.from_json(self.saved)
-    self.start = len(self.ledger.steps)
+    self.start = self.ledger.done
     self.first_prompt = self.ledger.next_prompt
     version = fleet_sim.weights(self.number)
     self.shift = self.number - self.start
@@ -431,9 +433,9 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   @stateful.rule(steps=st.integers(1, 3))
   def honest_steps(self, steps):
     """Workers and trainer do their best; also the liveness check."""
-    goal = len(self.ledger.steps) + steps
+    goal = self.ledger.done + steps
     for _ in range(2000):
-      if len(self.ledger.steps) == goal:
+      if self.ledger.done == goal:
         break
       self.lease()
       if self.leases:
@@ -442,7 +444,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
         self.publish()
       if self.taking.done():
         self.train()
-    assert len(self.ledger.steps) == goal
+    assert self.ledger.done == goal
 
   @stateful.rule(skip=st.integers(0, 2), saved=st.booleans())
   def kill(self, skip, saved):
@@ -468,7 +470,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
 
   def check(self, batch):
     b, s = self.pacing.groups_per_step, self.pacing.max_staleness_versions
-    assert batch.step == len(self.ledger.steps)
+    assert batch.step == self.ledger.done
     assert batch.version == batch.step + self.shift
     prompts = [g.prompt for g in batch.groups]
     assert prompts == sorted(prompts)
@@ -496,7 +498,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
   @stateful.invariant()
   def every_prompt_is_consumed_once_or_in_flight(self):
     seen = [
-        g.prompt for r in self.ledger.steps for g in (*r.trained, *r.untrained)
+        g.prompt for r in self.ledger.recent for g in (*r.trained, *r.untrained)
     ]
     assert len(set(seen)) == len(seen)
     assert not ledger_lib.lost(self.ledger)
@@ -507,7 +509,7 @@ class PacingMachine(stateful.RuleBasedStateMachine):
     ahead = (
         self.number
         - self.shift
-        - len(self.ledger.steps)
+        - self.ledger.done
         + self.pacing.max_staleness_versions
         + 1
     ) * self.pacing.groups_per_step

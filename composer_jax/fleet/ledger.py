@@ -3,11 +3,17 @@
 The ledger is saved in the SAME checkpoint as the weights that trained on what
 it records: a restored run knows exactly which prompts those weights have
 seen. A result that was accepted but not recorded here never happened.
+
+Records of steps grow with the run. They move to files (see `history`), and the
+ledger keeps sums over them and the head of their chain.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable
 import dataclasses
+import functools
 import hashlib
 import json
 
@@ -17,7 +23,9 @@ from composer_jax import trace
 from composer_jax.fleet import admission
 from composer_jax.fleet import facts
 
-_FORMAT = 2
+_FORMAT = 3
+_WHOLE = 2  # the format that had the records of all steps
+_LINEAGE = 4096  # versions whose digests are kept; no rollout is so stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +104,29 @@ class Ledger:
     next_prompt: smallest prompt never admitted.
     consumed: half-open ranges of prompts, ascending, never adjacent.
     in_flight: (prompt, version at admission) admitted but not consumed.
-    steps: one record per optimizer step.
+    tasks: ranges of the training tasks that groups were played on.
+    done: optimizer steps.
+    digests: (version, digest) of the weights that steps started from, for the
+      newest ones.
+    head: sha256 of the newest file of records, hex; '' if there is none.
+    recent: records of the newest steps, those that are in no file yet.
   """
 
   cursor: int = 0
   next_prompt: int = 0
   consumed: facts.Runs = ()
   in_flight: facts.Runs = ()
-  steps: tuple[StepRecord, ...] = ()
+  tasks: facts.Runs = ()
+  done: int = 0
+  digests: tuple[tuple[int, str], ...] = ()
+  head: str = ''
+  recent: tuple[StepRecord, ...] = ()
 
 
-def _merge(ranges: facts.Runs, prompts: list[int]) -> facts.Runs:
-  """Adds prompts to half-open ranges; refuses one that is in already."""
+def _merge(ranges: facts.Runs, numbers: Iterable[int]) -> facts.Runs:
+  """Adds numbers to half-open ranges; refuses one that is in already."""
   out: list[list[int]] = []
-  for low, high in sorted((*ranges, *((p, p + 1) for p in prompts))):
+  for low, high in sorted((*ranges, *((n, n + 1) for n in numbers))):
     if out and low < out[-1][1]:
       raise ValueError(f'prompt={low}: consumed twice')
     if out and low == out[-1][1]:
@@ -117,6 +134,11 @@ def _merge(ranges: facts.Runs, prompts: list[int]) -> facts.Runs:
     else:
       out.append([low, high])
   return tuple((low, high) for low, high in out)
+
+
+def _within(number: int, known: facts.Runs) -> bool:
+  at = bisect.bisect_right(known, number, key=lambda pair: pair[0])
+  return at > 0 and number < known[at - 1][1]
 
 
 def group_digest(group: admission.Group) -> str:
@@ -160,31 +182,43 @@ def commit(ledger: Ledger, batch: admission.Consumed, digest: str) -> Ledger:
     ValueError: a prompt or a task is consumed twice, or the step is not the
       next one.
   """
-  if batch.step != len(ledger.steps):
-    raise ValueError(f'step={batch.step}: next is {len(ledger.steps)}')
-  groups = batch.groups + batch.untrained
+  if batch.step != ledger.done:
+    raise ValueError(f'step={batch.step}: next is {ledger.done}')
   step = StepRecord(
       batch.version,
       digest,
       tuple(map(record, batch.groups)),
       tuple(map(record, batch.untrained)),
   )
-  again = set(played(ledger)) & {g.task for g in step.trained}
-  if again:
-    raise ValueError(f'task={min(again)}: trained on twice')
-  return Ledger(
+  for group in step.trained:
+    if _within(group.task, ledger.tasks):
+      raise ValueError(f'task={group.task}: trained on twice')
+  return dataclasses.replace(
+      _extend(ledger, step),
       cursor=batch.cursor,
       next_prompt=batch.next_prompt,
-      consumed=_merge(ledger.consumed, [g.prompt for g in groups]),
       in_flight=batch.in_flight,
-      steps=(*ledger.steps, step),
+  )
+
+
+def _extend(ledger: Ledger, step: StepRecord) -> Ledger:
+  """The ledger with a step's record and all that follows from it."""
+  groups = step.trained + step.untrained
+  tasks = {g.task for g in groups if g.task >= 0}
+  new = [t for t in tasks if not _within(t, ledger.tasks)]
+  return dataclasses.replace(
+      ledger,
+      consumed=_merge(ledger.consumed, (g.prompt for g in groups)),
+      tasks=_merge(ledger.tasks, new),
+      done=ledger.done + 1,
+      digests=(*ledger.digests, (step.version, step.digest))[-_LINEAGE:],
+      recent=(*ledger.recent, step),
   )
 
 
 def played(ledger: Ledger) -> list[int]:
-  """Indices of the training tasks that groups were played on."""
-  records = (g for s in ledger.steps for g in (*s.trained, *s.untrained))
-  return [g.task for g in records if g.task >= 0]
+  """Indices of the training tasks that groups were played on, ascending."""
+  return [t for low, high in ledger.tasks for t in range(low, high)]
 
 
 def resume(
@@ -202,16 +236,15 @@ def resume(
   """
   return admission.Assembly(
       pacing=pacing,
-      base=version.step - len(ledger.steps),
+      base=version.step - ledger.done,
       published=version.step,
-      steps=len(ledger.steps),
+      steps=ledger.done,
       next_prompt=ledger.next_prompt,
       cursor=ledger.cursor,
       groups={p: admission.Group(p, v) for p, v in ledger.in_flight},
-      digests={s.version: s.digest for s in ledger.steps}
-      | {version.step: version.digest}
+      digests=dict(ledger.digests) | {version.step: version.digest}
       # A run that was killed may have published the same weights already.
-      | {s.version + 1: version.digest for s in ledger.steps[-1:]},
+      | {v + 1: version.digest for v, _ in ledger.digests[-1:]},
   )
 
 
@@ -223,16 +256,23 @@ def lost(ledger: Ledger) -> tuple[int, ...]:
   return tuple(p for p in range(ledger.next_prompt) if p not in seen)
 
 
-def to_json(ledger: Ledger) -> str:
-  """Compact text; fields of records are positional."""
-  return json.dumps(
-      {'format': _FORMAT, **vars(ledger)},
-      default=lambda record: list(vars(record).values()),
-      separators=(',', ':'),
-  )
+def step_rows(step: StepRecord) -> list:
+  """A record as JSON values; its fields, and theirs, are positional."""
+
+  def rows(groups):
+    return [
+        [
+            *list(vars(g).values())[:4],
+            [[r.member, r.seed, r.outcome, r.spans] for r in g.rollouts],
+            *list(vars(g).values())[5:],
+        ]
+        for g in groups
+    ]
+
+  return [step.version, step.digest, rows(step.trained), rows(step.untrained)]
 
 
-def _pairs(rows) -> facts.Runs:
+def _pairs(rows) -> tuple:
   return tuple((a, b) for a, b in rows)
 
 
@@ -245,30 +285,65 @@ def _group(row) -> GroupRecord:
   return GroupRecord(prompt, version, fault, sha256, records, *rest)
 
 
+def step_of(rows: list) -> StepRecord:
+  """Inverse of `step_rows`."""
+  version, digest, a, b = rows
+  return StepRecord(
+      version, digest, tuple(map(_group, a)), tuple(map(_group, b))
+  )
+
+
+def to_json(ledger: Ledger) -> str:
+  """Compact text."""
+  data = {
+      'format': _FORMAT,
+      **vars(ledger),
+      'recent': list(map(step_rows, ledger.recent)),
+  }
+  return json.dumps(data, separators=(',', ':'))
+
+
 def from_json(text: str) -> Ledger:
-  """Inverse of `to_json`.
+  """Inverse of `to_json`; also reads the ledger that had all records in it.
 
   Raises:
     ValueError: another format, or the records contradict the ranges.
   """
   data = json.loads(text)
-  if data['format'] != _FORMAT:
-    raise ValueError(f'ledger format={data["format"]}: this reads {_FORMAT}')
-  ledger = Ledger(
-      cursor=data['cursor'],
-      next_prompt=data['next_prompt'],
-      consumed=_pairs(data['consumed']),
-      in_flight=_pairs(data['in_flight']),
-      steps=tuple(
-          StepRecord(
-              version, digest, tuple(map(_group, a)), tuple(map(_group, b))
-          )
-          for version, digest, a, b in data['steps']
-      ),
-  )
-  recorded = [
-      g.prompt for s in ledger.steps for g in (*s.trained, *s.untrained)
-  ]
-  if _merge((), recorded) != ledger.consumed or lost(ledger):
-    raise ValueError('ledger: its steps and its consumed ranges disagree')
+  if (form := data.pop('format')) not in (_WHOLE, _FORMAT):
+    raise ValueError(f'ledger format={form}: this reads {_FORMAT}')
+  rows = data.pop('steps' if form == _WHOLE else 'recent')
+  recent = tuple(map(step_of, rows))
+  for name in ('consumed', 'in_flight', 'tasks', 'digests'):
+    data[name] = _pairs(data.get(name, ()))
+  ledger = Ledger(**data, recent=recent)
+  if form == _WHOLE:
+    sums = _sums(recent)
+    ledger = dataclasses.replace(
+        ledger, tasks=sums.tasks, done=sums.done, digests=sums.digests
+    )
+  if not ledger.head:
+    check(ledger, recent)
+  if lost(ledger):
+    raise ValueError('ledger: its ranges and next_prompt disagree')
   return ledger
+
+
+def _sums(steps: Iterable[StepRecord]) -> Ledger:
+  return functools.reduce(_extend, steps, Ledger())
+
+
+def check(ledger: Ledger, steps: Iterable[StepRecord]) -> None:
+  """Refuses a ledger that is not the sum of its steps.
+
+  Args:
+    ledger: the ledger.
+    steps: records of all its steps.
+
+  Raises:
+    ValueError: they disagree.
+  """
+  sums = _sums(steps)
+  for name in ('done', 'consumed', 'tasks', 'digests'):
+    if getattr(sums, name) != getattr(ledger, name):
+      raise ValueError(f'ledger: its steps and its {name} disagree')

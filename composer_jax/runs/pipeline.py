@@ -25,6 +25,7 @@ from composer_jax import config
 from composer_jax import config_text
 from composer_jax import trace
 from composer_jax.data import sources
+from composer_jax.fleet import history
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import batch as batch_lib
 from composer_jax.learner import loss_inputs
@@ -248,12 +249,11 @@ def reinforcement(
   if restored := saver.restore(state):
     _, state, extra = restored
     ledger = ledger_lib.from_json(extra['ledger'])
-  _cut_back(run.workdir / 'trajectories', len(ledger.steps))
+  _cut_back(run.workdir / 'trajectories', ledger.done)
+  history.cut_back(run.workdir, ledger.done)
   stored_model.write(run.store, run.model)
   publisher = publish.Publisher(run.store, cfg.weights, uuid.uuid4().hex[:12])
-  version = publisher.resume(
-      rl.published_arrays(state.params), len(ledger.steps)
-  )
+  version = publisher.resume(rl.published_arrays(state.params), ledger.done)
   host = player.Player(cfg, run.store, run.renderer, device=run.decoder)
   with host:
     print('compiling the decode programs; later runs find them cached')

@@ -203,7 +203,7 @@ def _played(
 def run(
     cfg: config.Experiment,
     workdir: pathlib.Path,
-    ledger: ledger_lib.Ledger,
+    steps: Sequence[ledger_lib.StepRecord],
     host: player.Player,
     mesh: jax.sharding.Mesh,
     ended: Callable[[], None] = lambda: None,
@@ -213,7 +213,7 @@ def run(
   Args:
     cfg: the run's experiment.
     workdir: directory of the run; its id and its checkpoints are read.
-    ledger: ledger of its newest checkpoint.
+    steps: what its newest checkpoint has consumed.
     host: host with sandboxes and a grader; its engine is not used.
     mesh: the trainer's.
     ended: called after every step.
@@ -231,7 +231,7 @@ def run(
   state = step_lib.restart(warm, tx, mesh)
   weights: dict[int, Weights] = {}
   count = unverified = 0
-  for number, record in enumerate(ledger.steps):
+  for number, record in enumerate(steps):
     named = rl.published_arrays(state.params)
     root = codec.root(named, cfg.weights.tile_elements)
     params = jax.device_put(feed.decode_params(named))
@@ -268,4 +268,4 @@ def run(
   got = run_digest.of_state(state)
   differing = [name for name in want if got[name] != want[name]]
   what = f'final {differing[0]}' if differing else ''
-  return Replay(len(ledger.steps), count, unverified, what)
+  return Replay(len(steps), count, unverified, what)

@@ -23,6 +23,7 @@ import numpy as np
 from composer_jax import config
 from composer_jax import trace
 from composer_jax.fleet import dispatcher
+from composer_jax.fleet import history as history_lib
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import advantages
 from composer_jax.learner import batch as batch_lib
@@ -261,7 +262,7 @@ def run(
   """
   rl = cfg.rl
   how = {'tx': tx, 'mesh': mesh, 'reference': reference}
-  done = saved = len(ledger.steps)
+  done = saved = ledger.done
   history = [r for r in writer.kept if 'reward/mean' in r]
   alarms: dict[str, tuple[float, float]] = {}
 
@@ -273,7 +274,14 @@ def run(
   with (
       contextlib.closing(Outbox(publisher, version, writer)) as outbox,
       contextlib.closing(
-          rollouts_lib.Rollouts(cfg, host, ledger, version, run_id)
+          rollouts_lib.Rollouts(
+              cfg,
+              host,
+              ledger,
+              version,
+              run_id,
+              history_lib.read(workdir, ledger),
+          )
       ) as rollouts,
       progress.Progress(rl.steps, 'step', label='rl', start=done) as bar,
   ):
@@ -309,7 +317,7 @@ def run(
       ledger = ledger_lib.commit(
           ledger, consumed, outbox.digests.get(consumed.version, '')
       )
-      done = len(ledger.steps)
+      done = ledger.done
       outbox.send(done, consumed.version + 1, state.params, rollouts.published)
       step_record.keep(batch, workdir / 'trajectories')
       figures |= meter.read(taken, stepped, settled, tokens)
@@ -320,6 +328,7 @@ def run(
       # run resumes, but nobody could write one of what is.
       writer.write('rl', done, figures)
       if _due(done, rl.checkpoint_every_steps, rl.steps):
+        ledger = history_lib.append(workdir, ledger)
         saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
         # The save before is on the disk by now; of this one nobody knows yet.
         rollouts.retire(saved)
@@ -345,6 +354,7 @@ def run(
         meter = Meter(host)
     outbox.settle()
     if saved < done:
+      ledger = history_lib.append(workdir, ledger)
       saver.save(done, state, {'ledger': ledger_lib.to_json(ledger)})
   if signals.MISMATCH in alarms and rl.stop_on_mismatch:
     saver.close()

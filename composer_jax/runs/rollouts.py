@@ -43,14 +43,18 @@ def training_task(cfg: config.Experiment, index: int) -> task_lib.Task:
 class _Curriculum:
   """`dispatcher.Source`: the curriculum's choice for every prompt."""
 
-  def __init__(self, cfg: config.Experiment, ledger: ledger_lib.Ledger):
+  def __init__(
+      self,
+      cfg: config.Experiment,
+      history: Iterable[ledger_lib.StepRecord],
+  ):
     self._tasks = cfg.tasks
     self._candidates = cfg.rl.candidates_per_prompt
     # (version that a step started from, what was known after it).
     self._tallies: collections.deque[tuple[int, curriculum.Tally]] = (
         collections.deque([(-1, {})], maxlen=_TALLIES)
     )
-    for step in ledger.steps:
+    for step in history:
       self.learn(step.version, step.trained + step.untrained)
 
   def learn(
@@ -93,10 +97,11 @@ class Rollouts:
       ledger: ledger_lib.Ledger,
       version: trace.WeightVersion,
       run_id: str,
+      history: Iterable[ledger_lib.StepRecord] = (),
   ):
     self._cfg = cfg
     self._host = host
-    self._curriculum = _Curriculum(cfg, ledger)
+    self._curriculum = _Curriculum(cfg, history)
     self._queue = inprocess.InProcessQueue(
         lease_seconds=cfg.rl.lease_seconds,
         max_attempts=worker.MAX_ATTEMPTS,

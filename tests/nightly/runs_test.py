@@ -19,6 +19,7 @@ import numpy as np
 
 from composer_jax import config_text
 from composer_jax import trace
+from composer_jax.fleet import history
 from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.learner import items
 from composer_jax.learner import packing
@@ -61,9 +62,9 @@ def _inspect(workdir, *arguments, cache):
   ]
 
 
-def _with_one_token_moved(ledger):
-  """(step, ledger, prompt): a rollout's last token of a version to the next."""
-  for number, record in enumerate(ledger.steps):
+def _with_one_token_moved(records):
+  """(step, records, prompt): a rollout's last token of a version to the next."""
+  for number, record in enumerate(records):
     for i, group in enumerate(record.trained):
       for j, rollout in enumerate(group.rollouts):
         (spans,) = rollout.spans
@@ -76,9 +77,8 @@ def _with_one_token_moved(ledger):
           members[j] = moved
           groups = list(record.trained)
           groups[i] = dataclasses.replace(group, rollouts=tuple(members))
-          steps = list(ledger.steps)
-          steps[number] = dataclasses.replace(record, trained=tuple(groups))
-          altered = dataclasses.replace(ledger, steps=tuple(steps))
+          altered = list(records)
+          altered[number] = dataclasses.replace(record, trained=tuple(groups))
           return number, altered, group.prompt
   raise AssertionError(
       'no window of two versions; the run was not asynchronous'
@@ -287,7 +287,8 @@ class RunTest(absltest.TestCase):
     # One token said to be drawn by other weights, or one other digest: seen.
     extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
     ledger = ledger_lib.from_json(extra['ledger'])
-    number, altered, prompt = _with_one_token_moved(ledger)
+    steps = history.read(workdir, ledger)
+    number, altered, prompt = _with_one_token_moved(steps)
     cfg = config_text.override(small_config.experiment(), *edits)
     mesh = step.make_mesh(cfg.mesh)
     with evaluate.stored_host(cfg, workdir, None, jax.devices()[0]) as host:
@@ -295,9 +296,8 @@ class RunTest(absltest.TestCase):
       self.assertEqual(
           found.difference, f'a rollout of prompt {prompt}, step {number}'
       )
-      first = dataclasses.replace(ledger.steps[0], digest='0' * 64)
-      altered = dataclasses.replace(ledger, steps=(first, *ledger.steps[1:]))
-      found = replay.run(cfg, workdir, altered, host, mesh)
+      first = dataclasses.replace(steps[0], digest='0' * 64)
+      found = replay.run(cfg, workdir, (first, *steps[1:]), host, mesh)
       self.assertEqual(found.difference, 'weights of step 0')
 
 
@@ -332,7 +332,7 @@ class LongRunTest(absltest.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
     ledger = ledger_lib.from_json(extra['ledger'])
-    self.assertLen(ledger.steps, 60)
+    self.assertLen(history.read(workdir, ledger), 60)
     self.assertEqual(ledger_lib.lost(ledger), ())
 
 
