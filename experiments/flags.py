@@ -147,6 +147,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
       print(f'{program}: error: {job.loss()} ({e})', file=sys.stderr)
     code = 1
   if code and job.joined():
+    if code == USAGE_EXIT_CODE:
+      job.part()
     sys.stdout.flush()
     os._exit(code)  # jax would wait for the others, who wait for this one.
   sys.exit(code)

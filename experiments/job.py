@@ -30,6 +30,7 @@ _VARIABLES = {
 # Of collectives whose peer has closed its connection.
 _LOSS = re.compile('gloo|nccl|coordination', re.IGNORECASE)
 _READ_SECONDS = 5  # for the others to hear why process 0 could not start
+_PART_SECONDS = 0.5  # for the others to end by themselves
 _DAY_MS = 86_400_000
 _DONE = 'done'
 _MET = b'\0'  # no signal has this number
@@ -201,6 +202,21 @@ def in_turn(name: str) -> Generator[None]:
     client.wait_at_barrier(heard, _READ_SECONDS * 1000)
     raise ValueError(f'process 0 could not start: {verdict}')
   yield
+
+
+def part() -> None:
+  """Lets the others say why they end, too, before process 0 ends them.
+
+  What one process refuses, all of them mostly do, not in the same instant; jax
+  aborts whoever has lost process 0.
+  """
+  from jax._src import distributed
+
+  client = distributed.global_state.client
+  with contextlib.suppress(RuntimeError):  # They go on, or are gone.
+    client.wait_at_barrier('composer_jax/part', _READ_SECONDS * 1000)
+    if first():
+      time.sleep(_PART_SECONDS)
 
 
 def _silence() -> None:

@@ -82,6 +82,8 @@ class AttackTest(parameterized.TestCase):
           group=54321,
           extra_groups=[],
           cwd=home,
+          # Only the copy may be found.
+          env={k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
           capture_output=True,
           text=True,
       )
