@@ -29,7 +29,14 @@ _CORE = [
     'zstandard',
 ]
 
-_SERVE = ['h11', 'prometheus_client', 'starlette', 'uvicorn', 'websockets']
+_SERVE = [
+    'h11',
+    'llguidance',
+    'prometheus_client',
+    'starlette',
+    'uvicorn',
+    'websockets',
+]
 
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
@@ -68,6 +75,7 @@ setuptools.setup(
             *_SERVE,
             'boto3',
             'hypothesis',
+            'jsonschema',
             'moto[server]==5.*',
             'openai',
             'pyarrow',

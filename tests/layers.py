@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'serving': (
         'composer_jax/serving/*.py',
         'agents chat config rollout runs trace',
-        'h11 jax numpy prometheus_client starlette uvicorn',
+        'h11 jax llguidance numpy prometheus_client starlette uvicorn',
     ),
     'inspect': (
         'composer_jax/inspect/*.py',

@@ -273,6 +273,15 @@ class ChatFormat:
       ValueError: see `prompt`; or the template writes the reply in a way that
         does not follow its prompt, or without a stop token.
     """
+    before, said, hidden = self._turn(messages, tools, index)
+    reply = self._ids(said, hidden)
+    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    if end is None:
+      raise ValueError('chat template: no stop token ends the reply')
+    return self._ids(before, hidden), reply[: end + 1]
+
+  def _turn(self, messages, tools, index) -> tuple[str, str, dict[str, str]]:
+    """(text of the prompt, text of the reply, stand-ins as in `_render`)."""
     messages = texts.legible(messages[: index + 1])
     before, hidden = self._render(messages, tools, index)
     after, _ = self._render(messages, tools)
@@ -282,11 +291,42 @@ class ChatFormat:
       common, said = len(before), f'</think>\n\n{said.lstrip()}'
     if common < len(before):
       raise ValueError('chat template: the reply does not follow its prompt')
-    reply = self._ids(said, hidden)
-    end = next((i for i, x in enumerate(reply) if x in self.stop_ids), None)
+    return before, said, hidden
+
+  def frame(
+      self, reply: Message, inside: re.Pattern[str], tools: Sequence[Message]
+  ) -> tuple[list[str | int], list[str | int]]:
+    """What a reply has around a part of it, up to its stop token.
+
+    Args:
+      reply: a message of the assistant's with a stand-in for the part.
+      inside: finds the part in the text of the reply.
+      tools: tools on offer.
+
+    Returns:
+      (what comes before it, what comes after it), text and special tokens.
+
+    Raises:
+      ValueError: see `turn`; or the template writes the part in another way.
+    """
+    _, said, _ = self._turn([dialects.HELLO, reply], tools, 1)
+    match = inside.search(said)
+    if not match:
+      raise ValueError('chat template: it writes this in a way of its own')
+    before = self._pieces(said[: match.start()])
+    after = self._pieces(said[match.end() :])
+    end = next((i for i, x in enumerate(after) if x in self.stop_ids), None)
     if end is None:
       raise ValueError('chat template: no stop token ends the reply')
-    return self._ids(before, hidden), reply[: end + 1]
+    return before, after[:end]
+
+  def _pieces(self, text: str) -> list[str | int]:
+    """Text and ids of special tokens in turn."""
+    pieces, at = [], 0
+    for match in self._split.finditer(text):
+      pieces += [text[at : match.start()], self._special[match.group()]]
+      at = match.end()
+    return [p for p in (*pieces, text[at:]) if p != '']
 
   def _render(
       self, messages, tools, count: int | None = None
@@ -343,6 +383,14 @@ class ChatFormat:
     if ids and ids[-1] in self.stop_ids:
       ids = ids[:-1]
     return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def vocabulary(self) -> list[bytes | None]:
+    """Bytes of every token; None for special ones, and where there is none."""
+    special = {*self._special.values(), *self.stop_ids}
+    return [
+        None if i in special else self._bytes(i) or None
+        for i in range(self.vocab_size)
+    ]
 
   def bytes_of(self, token: int) -> bytes:
     """Bytes of a token, be they a part of a character; none of a stop token."""

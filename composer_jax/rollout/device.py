@@ -23,6 +23,7 @@ from composer_jax.rollout import sampling
 from kernels_triton import contract
 
 _PLAIN_INPUTS = 6  # arrays of `_decode`
+_MOST_INPUTS = 10  # of `_decode_shaped` with a constraint
 _MOVED = 16  # pages that one call reads or writes
 
 _prefill = jax.jit(
@@ -70,11 +71,15 @@ def _decode_shaped(
     windows,
     begin,
     shaping,
+    allowed=None,
     *,
     cfg,
     steps,
 ):
-  """`_decode` with `sampling.shape`; the other program stays as it is."""
+  """`_decode` with `sampling.shape`; the other program stays as it is.
+
+  With `allowed` it has one step: what may come next depends on what was drawn.
+  """
   last = table.shape[1] * contract.KEY_BLOCK - 1
   n = len(tokens)
   column = jnp.arange(windows.shape[1], dtype=jnp.int32)[None, :]
@@ -92,7 +97,8 @@ def _decode_shaped(
     logps, pages, routing = decode.step(
         params, pages, tokens, at, table, cfg=cfg, routing=recorded
     )
-    shaped = sampling.shape(logps, counts, prompted, heat, shaping)
+    shaped = logps if allowed is None else sampling.mask(logps, allowed)
+    shaped = sampling.shape(shaped, counts, prompted, heat, shaping)
     drawn, _ = sampling.sample(
         shaped, seeds, at + 1, heat, implementation=cfg.kernels
     )
@@ -243,7 +249,7 @@ class Runner:
     return used
 
   def decode(self, n: int, *inputs: np.ndarray) -> Any:
-    """Runs `steps_per_sync` = k steps of at least the first n slots.
+    """Runs k = `steps_per_sync` steps of at least the first n slots.
 
     A window that ends inside the block runs on to the block's end: its pages
     are its own, and the host keeps nothing of the excess.
@@ -253,8 +259,9 @@ class Runner:
       *inputs: arrays of all slots: page table [N width], tokens, positions
         (below 0 where nothing runs), recorded routing of these tokens [N L K],
         seeds, temperatures; for a shaped sample also windows [N S], tokens of
-        their contexts and `slots.SlotTable.shaping`, whose program compiles
-        when it is first asked for.
+        their contexts and `slots.SlotTable.shaping`; and then, for one step
+        only, `slots.SlotTable.allowed`. These two programs compile when they
+        are first asked for.
 
     Returns:
       (tokens, log-probs [k n'], routing of the inputs [k n' L K]) on the
@@ -265,7 +272,7 @@ class Runner:
     return out
 
   def _decode(self, pages, inputs):
-    steps = self._rollout.steps_per_sync
+    steps = 1 if len(inputs) == _MOST_INPUTS else self._rollout.steps_per_sync
     program = _decode if len(inputs) == _PLAIN_INPUTS else _decode_shaped
     return program(self._params, pages, *inputs, cfg=self._cfg, steps=steps)
 

@@ -227,10 +227,12 @@ class Lane:
     self._grow()
     self._resume()
     # In programs of their own, so that nobody's bits depend on the others.
-    for shaped in (False, True):
-      live = self.table.live & (self.table.shaped == shaped)
+    constrained = self.table.constrained
+    shaped = self.table.shaped & ~constrained
+    for kind in (~(shaped | constrained), shaped, constrained):
+      live = self.table.live & kind
       if live.any():
-        launched.append(self._decode(version, live, shaped))
+        launched.append(self._decode(version, live))
     return launched
 
   def _prefill(self) -> Collect:
@@ -341,20 +343,23 @@ class Lane:
       self.runner.load(self._cache.pages(slot)[:count], content)
       self.table.live[slot] = True
 
-  def _decode(self, version: int, running, shaped: bool) -> Collect:
+  def _decode(self, version: int, running) -> Collect:
     table = self.table
     live = np.flatnonzero(running)
     at, rows = table.length - 1, np.arange(table.length.size)
+    constrained, shaped = table.constrained[live[0]], table.shaped[live[0]]
+    plain = not (shaped or constrained)
     out = self.runner.decode(
         live[-1] + 1,
-        self._cache.table.copy() if shaped else self._cache.table,
+        self._cache.table if plain else self._cache.table.copy(),
         table.tokens[rows, at],
         np.where(running, at, -1),
         table.routing[rows, at],
         table.seeds,
         table.temperatures,
         # Copies: the other program's tokens are collected while this one runs.
-        *((table.tokens.copy(), table.begin, table.shaping) if shaped else ()),
+        *(() if plain else (table.tokens.copy(), table.begin, table.shaping)),
+        *((table.allowed(live),) if constrained else ()),
     )
     return functools.partial(self._decoded, live, out, version)
 

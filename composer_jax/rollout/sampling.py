@@ -2,10 +2,10 @@
 
 The noise of a token is a function of (request seed, position of the token)
 alone. Its slot, the size of the batch and the order of arrival do not enter,
-so a request is answered with the same tokens whatever runs beside it. Cuts and
-penalties (`shape`) are for people who are served, never for training: such a
-sample has another distribution than the log-prob recorded for it, and would
-bias every importance ratio.
+so a request is answered with the same tokens whatever runs beside it. Cuts,
+penalties (`shape`) and constraints (`mask`) are for people who are served, never
+for training: such a sample has another distribution than the log-prob recorded
+for it, and would bias every importance ratio.
 """
 
 import jax
@@ -69,6 +69,21 @@ def shape(
   least = jnp.min(jnp.where(kept, order, jnp.inf), axis=-1, keepdims=True)
   least = jnp.maximum(least, min_p * order[:, :1])
   return jnp.where(probs >= least, out, -jnp.inf)
+
+
+@typed
+def mask(
+    logps: Float32[Array, 'n V'], allowed: Int32[Array, 'n words']
+) -> Float32[Array, 'n V']:
+  """-inf for tokens that may not be drawn.
+
+  Args:
+    logps: log-softmax of the model.
+    allowed: token i is bit i % 32 of word i // 32.
+  """
+  ids = jnp.arange(logps.shape[1], dtype=jnp.int32)
+  bits = (allowed[:, ids >> 5] >> (ids & 31)[None, :]) & 1
+  return jnp.where(bits > 0, logps, -jnp.inf)
 
 
 @typed

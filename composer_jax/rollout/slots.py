@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,22 @@ class Shaping(NamedTuple):
   repetition: float = 1.0
 
 
+class Constraint(Protocol):
+  """What a reply must look like; it goes with one request, token by token."""
+
+  def allow(self, bits: np.ndarray) -> None:
+    """Sets the bits of the tokens that may come next, at least one.
+
+    Args:
+      bits: i32 [V / 32, rounded up], zeros; token i is bit i % 32 of i // 32.
+    """
+    ...
+
+  def take(self, token: int) -> None:
+    """Goes on to behind a token that was drawn."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
   """A context to continue.
@@ -57,6 +73,8 @@ class Request:
     on_tokens: called with the ids of every block, i32 [n], on the engine's
       thread: it must be quick and may not raise.
     shaping: None draws from the model's own distribution.
+    constraint: None allows every token; one request's own otherwise, asked and
+      told on the engine's thread.
   """
 
   context: trace.TokenTrace
@@ -67,6 +85,7 @@ class Request:
   stop_sequences: tuple[tuple[int, ...], ...] = ()
   on_tokens: Callable[[np.ndarray], None] | None = None
   shaping: Shaping | None = None
+  constraint: Constraint | None = None
 
 
 class SlotTable:
@@ -87,6 +106,7 @@ class SlotTable:
     begin: i32 [N], tokens of the context.
     shaped: bool [N], whether `shaping` holds.
     shaping: f32 [N 6], fields of `Shaping`.
+    constrained: bool [N], whether only some tokens may come next.
   """
 
   def __init__(
@@ -107,6 +127,7 @@ class SlotTable:
     self.begin = np.ones(n, np.int32)
     self.shaped = np.zeros(n, bool)
     self.shaping = np.tile(np.array(Shaping(), np.float32), (n, 1))
+    self.constrained = np.zeros(n, bool)
     self.order = np.zeros(n, np.int64)
     self._admitted = 0
     self._stop = np.zeros((n, cfg.vocab), bool)
@@ -192,6 +213,7 @@ class SlotTable:
     self.limit[slot] = self.limit_of(request)
     self.begin[slot] = n
     self.shaped[slot] = request.shaping is not None
+    self.constrained[slot] = request.constraint is not None
     self.shaping[slot] = request.shaping or Shaping()
     self._stop[slot] = False
     self._stop[slot, list(request.stop)] = True
@@ -215,6 +237,14 @@ class SlotTable:
       recorded = context.routing.experts[start:stop]
       rows[: len(recorded)] = recorded
     return rows
+
+  def allowed(self, slots: np.ndarray) -> np.ndarray:
+    """Which tokens may come next in these slots, as bits, i32 [N V/32]."""
+    bits = np.full((len(self.live), -(-self._vocab // 32)), -1, np.int32)
+    bits[slots] = 0
+    for slot in slots:
+      self._requests[slot].constraint.allow(bits[slot])
+    return bits
 
   def fill_routing(self, slot: int, start: int, used: np.ndarray) -> None:
     """Takes the routing [T L K] from `start` on where none was recorded."""
@@ -264,8 +294,11 @@ class SlotTable:
     ended = last.any(axis=1)
     kept = np.where(ended, last.argmax(axis=1) + 1, k)
     for i, slot in enumerate(slots):
-      if on_tokens := self._requests[slot].on_tokens:
-        on_tokens(tokens[i, : kept[i]])
+      request = self._requests[slot]
+      for token in tokens[i, : kept[i]] if request.constraint else ():
+        request.constraint.take(int(token))
+      if request.on_tokens:
+        request.on_tokens(tokens[i, : kept[i]])
     self.length[slots] += kept.astype(np.int32)
     return int(kept.sum()), slots[ended]
 

@@ -39,9 +39,7 @@ _NEUTRAL = {
     'best_of': (1,),
     'echo': (False,),
     'logit_bias': ({},),
-    'response_format': ({'type': 'text'},),
     'suffix': ('',),
-    'tool_choice': ('auto', 'none'),
     'top_logprobs': (0,),
 }
 _IGNORED = (
@@ -77,6 +75,21 @@ class ApiError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class Form:
+  """What a reply has to be.
+
+  Attributes:
+    param: field of the request that says so.
+    schema: JSON schema of the whole reply; None for a call of a tool.
+    tools: tools of which one is to be called.
+  """
+
+  param: str
+  schema: Mapping[str, Any] | None = None
+  tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Ask:
   """A valid request.
 
@@ -87,6 +100,7 @@ class Ask:
     max_tokens: None for as many as fit.
     stop: strings that end a reply and do not belong to it.
     shaping: cuts and penalties of a call that is not trained on.
+    form: what the reply of a call that is not trained on has to be.
     parallel: whether more than the first of several tool calls is shown.
   """
 
@@ -100,6 +114,7 @@ class Ask:
   seed: int | None = None
   stop: tuple[str, ...] = ()
   shaping: slots.Shaping | None = None
+  form: Form | None = None
   parallel: bool = True
   stream: bool = False
   include_usage: bool = False
@@ -107,6 +122,11 @@ class Ask:
   return_token_ids: bool = False
   return_routed_experts: bool = False
   routed_experts_start_len: int = 0
+
+  @property
+  def steered(self) -> bool:
+    """Its tokens are not drawn from the policy's own distribution."""
+    return self.shaping is not None or self.form is not None
 
 
 def load(body: bytes) -> dict[str, Any]:
@@ -251,16 +271,27 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
       routed_experts_start_len=fields.count('routed_experts_start_len', 0, 0),
   )
   if chat:
-    choice = body.get('tool_choice')
     listed = fields.take('messages', list, [])
     messages = _normal(lambda: tuple(map(messages_lib.message, listed)))
     if not messages:
       raise ApiError(400, 'messages: none; send at least one', param='messages')
     offered = fields.take('tools', (list, str), [])
     tools = _normal(lambda: messages_lib.tools(offered))
+    choice = fields.take('tool_choice', (str, dict), 'auto')
+    called = _called(choice, tools)
+    # A call has a form of its own; that of an answer does not concern it.
+    form = _form(fields)
+    form = called or form
+    if form and train:
+      raise _refusal(
+          form.param,
+          body[form.param],
+          'not where rollouts are trained on, which sample freely; leave it out',
+      )
     ask = Ask(
         messages=messages,
         tools=() if choice == 'none' else tools,
+        form=form,
         logprobs=fields.take('logprobs', bool, False),
         **common,
     )
@@ -286,6 +317,51 @@ def _shaping(fields: _Fields) -> slots.Shaping | None:
   values['top_k'] = max(values['top_k'], 0)  # -1, too, is all
   shaping = slots.Shaping(**values)
   return None if shaping == slots.Shaping() else shaping
+
+
+def _called(
+    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> Form | None:
+  """The form of a reply that has to call a tool, or None."""
+  if choice in ('auto', 'none'):
+    return None
+  if choice == 'required':
+    found = tools
+  elif isinstance(choice, dict) and choice.get('type') == 'function':
+    function = choice.get('function')
+    wanted = function.get('name') if isinstance(function, dict) else None
+    found = [t for t in tools if t['function']['name'] == wanted]
+  else:
+    raise _refusal(
+        'tool_choice',
+        choice,
+        'want "auto", "none", "required" or {"type": "function", "function":'
+        ' {"name": ...}}',
+    )
+  if not found:
+    names = ', '.join(t['function']['name'] for t in tools) or 'none'
+    raise _refusal('tool_choice', choice, f'tools on offer: {names}')
+  return Form('tool_choice', tools=tuple(found))
+
+
+def _form(fields: _Fields) -> Form | None:
+  """The form of a reply by `response_format`, or None."""
+  wanted = fields.take('response_format', dict, {'type': 'text'})
+  kind, schema = wanted.get('type'), wanted.get('json_schema')
+  if kind == 'text':
+    return None
+  if kind == 'json_object':
+    return Form('response_format', {'type': 'object'})
+  if kind == 'json_schema' and isinstance(schema, dict):
+    inner = schema.get('schema', {'type': 'object'})
+    if isinstance(inner, dict):
+      return Form('response_format', inner)
+  raise _refusal(
+      'response_format',
+      wanted,
+      'want {"type": "text"}, {"type": "json_object"} or {"type":'
+      ' "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+  )
 
 
 def _max_tokens(fields: _Fields) -> int | None:

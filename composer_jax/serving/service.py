@@ -29,6 +29,7 @@ from composer_jax import trace
 from composer_jax.rollout import engine as engine_lib
 from composer_jax.serving import capture as capture_lib
 from composer_jax.serving import choices as choices_lib
+from composer_jax.serving import constraints
 from composer_jax.serving import graph
 from composer_jax.serving import metrics as metrics_lib
 from composer_jax.serving import openai_replies
@@ -87,6 +88,7 @@ class Service:
     self._names: dict[bytes, str] = {}  # of sessions, by digest of their keys
     self._loading = asyncio.Lock()
     self.metrics = metrics_lib.Metrics(engine, lambda: self._calls)
+    self._compiler = constraints.Compiler(chat)
 
   async def open(
       self, rollout: str, seed: int, mode: str, secret: str | None = None
@@ -251,6 +253,7 @@ class Service:
       )
     self._calls += ask.n
     try:
+      forms = await self._compiler.constraints(ask)
       async with session.turn:
         parent, context = await session.context(
             ask, self.chat, self.max_model_len
@@ -258,7 +261,7 @@ class Service:
         # The same number as before it was lost: the same seed, too.
         number = stored.number if stored else session.next
         work.head = self._head(session, ask, number)
-        pending, admitted = self._admit(session, work, number, context)
+        pending, admitted = self._admit(session, work, number, context, forms)
       windows = await self._sample(session, work, number, pending, admitted)
       return await self._keep(session, work, number, parent, context, windows)
     except (RuntimeError, OSError) as e:
@@ -278,7 +281,7 @@ class Service:
         'model': self.model,
     }
 
-  def _admit(self, session, work, number, context):
+  def _admit(self, session, work, number, context, forms):
     """Queues a call; returns futures of its windows, and of its record."""
     ask, chat = work.ask, self.chat
     seed, first = session.seed, number
@@ -296,6 +299,7 @@ class Service:
             sequences,
             self._listener(work, i) if ask.stream else None,
             ask.shaping,
+            forms[i],
         )
         for i in range(ask.n)
     ]
@@ -349,7 +353,7 @@ class Service:
     ask, at = work.ask, len(context)
     choices, calls = [], []
     for i, window in enumerate(windows):
-      if ask.shaping:  # not a sample of the policy: never trained
+      if ask.steered:  # not a sample of the policy: never trained
         sampled = window.sampled & (np.arange(len(window)) < at)
         window = dataclasses.replace(window, sampled=sampled)
       shown, window, key = choices_lib.choice(

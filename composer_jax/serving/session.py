@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 import dataclasses
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ class ChatFormat(Protocol):
   """Translates between conversations and token ids; see `chat.template`."""
 
   stop_ids: frozenset[int]
+  vocab_size: int
 
   def prompt(self, messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
     ...
@@ -41,6 +43,14 @@ class ChatFormat(Protocol):
     ...
 
   def bytes_of(self, token: int) -> bytes:
+    ...
+
+  def vocabulary(self) -> list[bytes | None]:
+    ...
+
+  def frame(
+      self, reply: Any, inside: re.Pattern[str], tools: Sequence[Any]
+  ) -> tuple[list[str | int], list[str | int]]:
     ...
 
   def thought(self, ids: Sequence[int]) -> str:
