@@ -329,6 +329,11 @@ class RefusalTest(_Case):
       ('bias', {'logit_bias': {'5': 1}}, 'logit_bias'),
       ('top_logprobs', {'logprobs': True, 'top_logprobs': 3}, 'top_logprobs'),
       ('unknown', {'beam_width': 3}, 'beam_width'),
+      (
+          'variable',
+          {'chat_template_kwargs': {'messages': []}},
+          'chat_template_kwargs',
+      ),
       ('stop', {'stop': ['']}, 'stop'),
       ('choice', {'tool_choice': 'required'}, 'tool_choice'),
       ('format', {'response_format': {'type': 'json'}}, 'response_format'),

@@ -14,6 +14,7 @@ from composer_jax.chat import hub_files
 from composer_jax.chat import messages
 from composer_jax.data import inputs
 from composer_jax.data import tokenization
+from composer_jax.serving import api_errors
 from composer_jax.serving import openai_requests
 
 _GO = {'role': 'user', 'content': 'go'}
@@ -161,7 +162,7 @@ class NormalFormTest(parameterized.TestCase):
     for path in (self._lines([row]), self._parquet(row)):
       with self.assertRaisesRegex(ValueError, f'^{path.name}:1: .*{field}='):
         self._rows(encoder, path)
-    with self.assertRaises(openai_requests.ApiError) as e:
+    with self.assertRaises(api_errors.ApiError) as e:
       self._ask(row)
     self.assertEqual(e.exception.body['error']['param'], field)
 

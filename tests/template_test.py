@@ -391,6 +391,32 @@ class ReplyTest(parameterized.TestCase):
     ids = form.encode('hm\n</think>\n\nYes.')
     self.assertEqual(form.parse(ids), tool_calls.Reply('Yes.', (), 'hm'))
 
+  def test_variables_of_a_request_reach_the_template(self):
+    form = chat_format(
+        QWEN.replace(
+            "{{- '<|im_start|>assistant\n' }}{% endif",
+            "{{- '<|im_start|>assistant\n' }}"
+            "{%- if enable_thinking %}{{- '<think>\n' }}{% endif %}{% endif",
+        )
+    )
+    thinking = form.with_options({'enable_thinking': True})
+    said = [{'role': 'user', 'content': 'Hello'}]
+    self.assertEqual(
+        thinking.text(thinking.prompt(said)),
+        form.text(form.prompt(said)) + '<think>\n',
+    )
+    ids = form.encode('hm\n</think>\n\nYes.')
+    self.assertEqual(thinking.parse(ids).reasoning, 'hm')
+    self.assertIsNone(form.parse(ids).reasoning)
+    # Every reply has the form of a thought that is over, if a template starts
+    # one.
+    reply = {'role': 'assistant', 'content': 'HERE'}
+    before, after = thinking.frame(reply, re.compile('HERE'), ())
+    self.assertEqual((before, after), (['</think>\n\n'], []))
+    for name in ('messages', 'bos_token'):
+      with self.assertRaisesRegex(ValueError, f'{name}: not for a request'):
+        form.with_options({name: 1})
+
   @given(
       st.lists(
           st.sampled_from(

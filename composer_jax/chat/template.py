@@ -9,18 +9,17 @@ token stays text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
+import copy
 import json
 import os
 import re
 from typing import Any
 
 import jinja2
-from jinja2 import ext
-from jinja2 import sandbox
 import tokenizers
 
 from composer_jax.chat import dialects
+from composer_jax.chat import templates
 from composer_jax.chat import texts
 from composer_jax.chat import token_bytes
 from composer_jax.chat import tool_calls
@@ -57,52 +56,6 @@ COMPACT_TEMPLATE = """\
 """
 
 
-class _Generation(ext.Extension):
-  """`{% generation %}`, with which some templates mark replies."""
-
-  tags = {'generation'}
-
-  def parse(self, parser):
-    next(parser.stream)
-    return parser.parse_statements(('name:endgeneration',), drop_needle=True)
-
-
-def _refuse(message: str):
-  raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
-):
-  # Not HTML, which is what Jinja's own filter escapes for.
-  return json.dumps(
-      x,
-      ensure_ascii=ensure_ascii,
-      indent=indent,
-      separators=separators,
-      sort_keys=sort_keys,
-  )
-
-
-@functools.lru_cache(8)
-def _compile(template: str) -> jinja2.Template:
-  """The environment that templates are written for.
-
-  See https://huggingface.co/docs/transformers/chat_templating_writing.
-  """
-  environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True,
-      lstrip_blocks=True,
-      extensions=[_Generation, ext.loopcontrols],
-  )
-  environment.filters['tojson'] = _to_json
-  environment.globals['raise_exception'] = _refuse
-  try:
-    return environment.from_string(template)
-  except jinja2.TemplateSyntaxError as e:
-    raise ValueError(f'chat template, line {e.lineno}: {e.message}') from e
-
-
 class ChatFormat:
   """One model's way to write conversations.
 
@@ -136,7 +89,7 @@ class ChatFormat:
     # A copy: in ours, special tokens are never found in text.
     self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     self._tokenizer.encode_special_tokens = True
-    self._template = _compile(template)
+    self._template = templates.compiled(template)
     self._names: dict[str, Any] = dict(names or {})
     if strftime_now:
       self._names['strftime_now'] = strftime_now
@@ -153,12 +106,31 @@ class ChatFormat:
     self.stop_ids = frozenset(tokenizer.token_to_id(s) for s in stop)
     self.vocab_size = tokenizer.get_vocab_size()
     self._dialect = dialects.Dialect()
-    hello, _ = self._render([dialects.HELLO], ())
-    # Some templates begin the thought themselves.
-    self._opened = '<think>' if hello.rstrip().endswith('<think>') else ''
+    self._opened = self._opening()
     self.reads_calls = any(map(self._understands, dialects.of(self._reader)))
     if not self.reads_calls:
       self._dialect = dialects.Dialect()
+
+  def _opening(self) -> str:
+    """Some templates begin the thought themselves."""
+    hello, _ = self._render([dialects.HELLO], ())
+    return '<think>' if hello.rstrip().endswith('<think>') else ''
+
+  def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
+    """This format with variables for its template, such as enable_thinking.
+
+    Raises:
+      ValueError: a variable is one that the template gets anyway.
+    """
+    if not options:
+      return self
+    taken = sorted(options.keys() & (templates.GIVEN | self._names.keys()))
+    if taken:
+      raise ValueError(f'{taken[0]}: not for a request to set; leave it out')
+    other = copy.copy(self)
+    other._names = {**self._names, **options}
+    other._opened = other._opening()
+    return other
 
   def _understands(self, dialect: dialects.Dialect) -> bool:
     """Takes up a dialect; whether a call in it is read back as it was."""

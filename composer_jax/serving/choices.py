@@ -77,7 +77,7 @@ def choice(
   hidden = not ask.parallel and len(said.tool_calls) > 1
   key = None
   if not cut and not hidden:
-    key = graph.message_keys([*ask.messages, message], ask.tools)[-1]
+    key = graph.message_keys([*ask.messages, message], ask.setting)[-1]
   return out | {'message': message}, window, key
 
 

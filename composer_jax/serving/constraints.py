@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.serving import api_errors
 from composer_jax.serving import openai_requests
 from composer_jax.serving import session
 
@@ -89,7 +90,8 @@ class Compiler:
 
     assert ask.form is not None
     try:
-      grammar = _grammar(ask, ask.form, self._chat)
+      chat = session.chat_of(self._chat, ask)
+      grammar = _grammar(ask, ask.form, chat)
     except ValueError as e:
       raise _refusal(ask.form, str(e)) from e
     matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -123,8 +125,8 @@ class _Vocabulary:
     return self._encode(text)
 
 
-def _refusal(form: openai_requests.Form, why: str) -> openai_requests.ApiError:
-  return openai_requests.ApiError(
+def _refusal(form: openai_requests.Form, why: str) -> api_errors.ApiError:
+  return api_errors.ApiError(
       400, f'{form.param}: cannot be obeyed: {why}', param=form.param
   )
 

@@ -22,6 +22,7 @@ from starlette import requests
 from starlette import responses
 from starlette import routing
 
+from composer_jax.serving import api_errors
 from composer_jax.serving import choices
 from composer_jax.serving import openai_replies
 from composer_jax.serving import openai_requests
@@ -29,9 +30,10 @@ from composer_jax.serving import service as service_lib
 from composer_jax.serving import session as session_lib
 from composer_jax.serving import web
 
+_COUNTED = ('messages', 'tools', 'prompt', 'chat_template_kwargs')
 _PACE_SECONDS = 0.02  # between the events of a stream, at least
 
-ApiError = openai_requests.ApiError
+ApiError = api_errors.ApiError
 Request = requests.Request
 Response = responses.Response
 Handler = Callable[[Request], Awaitable[Response]]
@@ -161,6 +163,7 @@ class _Endpoint:
 
   async def _events(self, work: session_lib.Work) -> AsyncIterator[bytes]:
     ask, start = work.ask, time.perf_counter()
+    chat = session_lib.chat_of(self._service.chat, ask)
     sent: list[dict[str, str]] = [{} for _ in range(ask.n)]
     if ask.messages is not None:
       for i in range(ask.n):
@@ -169,7 +172,7 @@ class _Endpoint:
     while not work.task.done():
       work.changed.clear()
       for i, ids in enumerate(work.sampled):
-        shown = choices.certain(ask, self._service.chat, ids)
+        shown = choices.certain(ask, chat, ids)
         for name, text in shown.items():
           if not (new := text[len(sent[i].get(name, '')) :]):
             continue
@@ -201,14 +204,18 @@ class _Endpoint:
   async def count(self, request: Request) -> Response:
     await self._session(request)
     body = openai_requests.load(await web.body_of(request))
-    limit, chat = self._service.max_model_len, self._service.chat
+    limit = self._service.max_model_len
     ask = openai_requests.parse(
-        {k: v for k, v in body.items() if k in ('messages', 'tools', 'prompt')},
+        {k: v for k, v in body.items() if k in _COUNTED},
         chat='messages' in body,
         train=False,
     )
     openai_requests.check_size(ask, limit)
-    ids = list(await session_lib.encoded(ask, chat))
+    ids = list(
+        await session_lib.encoded(
+            ask, session_lib.chat_of(self._service.chat, ask)
+        )
+    )
     n = len(ids)
     return web.json_response(
         {'input_tokens': n, 'count': n, 'tokens': ids, 'max_model_len': limit}

@@ -14,17 +14,11 @@ from typing import Any, TypeVar
 
 from composer_jax.chat import messages as messages_lib
 from composer_jax.rollout import slots
+from composer_jax.serving import api_errors
 from composer_jax.serving import depth
 
 _T = TypeVar('_T')
 
-_TYPES = {
-    400: 'invalid_request_error',
-    401: 'authentication_error',
-    403: 'permission_error',
-    404: 'not_found_error',
-    429: 'rate_limit_error',
-}
 # Fields of `slots.Shaping` -> their names, lowest and highest values.
 _SHAPING = {
     'top_p': ('top_p', 1e-6, 1),
@@ -50,28 +44,6 @@ _IGNORED = (
 # by the character, so what cannot fit is refused before it.
 _CHARS_PER_TOKEN = 16
 _STOP_CHARS = 1000
-
-
-class ApiError(Exception):
-  """An answer other than 200; the message is for people, in one line."""
-
-  def __init__(
-      self,
-      status: int,
-      message: str,
-      *,
-      param: str | None = None,
-      code: str | None = None,
-      retry_after: int | None = None,
-  ):
-    super().__init__(message)
-    self.status = status
-    self.retry_after = retry_after
-    kind = _TYPES.get(status)
-    if kind is None:
-      kind = 'server_error' if status >= 500 else 'invalid_request_error'
-    error = {'message': message, 'type': kind, 'param': param, 'code': code}
-    self.body = {'error': error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +72,7 @@ class Ask:
     max_tokens: None for as many as fit.
     stop: strings that end a reply and do not belong to it.
     shaping: cuts and penalties of a call that is not trained on.
+    template_kwargs: variables for the chat template.
     form: what the reply of a call that is not trained on has to be.
     parallel: whether more than the first of several tool calls is shown.
   """
@@ -114,6 +87,7 @@ class Ask:
   seed: int | None = None
   stop: tuple[str, ...] = ()
   shaping: slots.Shaping | None = None
+  template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   form: Form | None = None
   parallel: bool = True
   stream: bool = False
@@ -122,6 +96,12 @@ class Ask:
   return_token_ids: bool = False
   return_routed_experts: bool = False
   routed_experts_start_len: int = 0
+
+  @property
+  def setting(self) -> list[Any]:
+    """What the template is given besides the messages, for their identity."""
+    options = dict(self.template_kwargs)
+    return [*self.tools, options] if options else list(self.tools)
 
   @property
   def steered(self) -> bool:
@@ -139,14 +119,16 @@ def load(body: bytes) -> dict[str, Any]:
     value = json.loads(body)
     json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
   except RecursionError as e:
-    raise ApiError(400, f'body: {depth.ERROR}') from e
+    raise api_errors.ApiError(400, f'body: {depth.ERROR}') from e
   except ValueError as e:
-    raise ApiError(400, f'body: not valid JSON: {e}') from e
+    raise api_errors.ApiError(400, f'body: not valid JSON: {e}') from e
   if not isinstance(value, dict):
-    raise ApiError(400, f'body: a JSON {type(value).__name__}; want an object')
+    raise api_errors.ApiError(
+        400, f'body: a JSON {type(value).__name__}; want an object'
+    )
   for name, field in value.items():
     if depth.too_deep(field):
-      raise ApiError(400, f'{name}: {depth.ERROR}', param=name)
+      raise api_errors.ApiError(400, f'{name}: {depth.ERROR}', param=name)
   return value
 
 
@@ -157,12 +139,12 @@ def check_size(ask: Ask, context_tokens: int) -> None:
     ApiError: it has more characters, or ids, than any that fits.
   """
   plain = ask.messages is None
-  size = len(ask.prompt) if plain else _chars([*ask.messages, *ask.tools])
+  size = len(ask.prompt) if plain else _chars([*ask.messages, *ask.setting])
   ids = plain and not isinstance(ask.prompt, str)
   most = context_tokens * (1 if ids else _CHARS_PER_TOKEN)
   if size > most:
     unit = 'tokens' if ids else 'characters'
-    raise ApiError(
+    raise api_errors.ApiError(
         400,
         f'prompt: {size} {unit}; must be at most {most}, as the context holds'
         f' {context_tokens} tokens',
@@ -214,10 +196,10 @@ class _Fields:
       raise _refusal(name, value, 'unknown field; leave it out')
 
 
-def _refusal(name: str, value: Any, why: str) -> ApiError:
+def _refusal(name: str, value: Any, why: str) -> api_errors.ApiError:
   shown = json.dumps(value)
   shown = shown if len(shown) <= 60 else shown[:57] + '...'
-  return ApiError(400, f'{name}={shown}: {why}', param=name)
+  return api_errors.ApiError(400, f'{name}={shown}: {why}', param=name)
 
 
 def _name(kind: type | tuple[type, ...]) -> str:
@@ -274,7 +256,9 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
     listed = fields.take('messages', list, [])
     messages = _normal(lambda: tuple(map(messages_lib.message, listed)))
     if not messages:
-      raise ApiError(400, 'messages: none; send at least one', param='messages')
+      raise api_errors.ApiError(
+          400, 'messages: none; send at least one', param='messages'
+      )
     offered = fields.take('tools', (list, str), [])
     tools = _normal(lambda: messages_lib.tools(offered))
     choice = fields.take('tool_choice', (str, dict), 'auto')
@@ -292,6 +276,7 @@ def parse(body: Mapping[str, Any], *, chat: bool, train: bool) -> Ask:
         messages=messages,
         tools=() if choice == 'none' else tools,
         form=form,
+        template_kwargs=fields.take('chat_template_kwargs', dict, {}),
         logprobs=fields.take('logprobs', bool, False),
         **common,
     )
@@ -393,4 +378,4 @@ def _normal(read: Callable[[], _T]) -> _T:
   try:
     return read()
   except messages_lib.FieldError as e:
-    raise ApiError(400, str(e), param=e.param) from e
+    raise api_errors.ApiError(400, str(e), param=e.param) from e

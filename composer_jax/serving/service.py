@@ -27,6 +27,7 @@ import numpy as np
 
 from composer_jax import trace
 from composer_jax.rollout import engine as engine_lib
+from composer_jax.serving import api_errors
 from composer_jax.serving import capture as capture_lib
 from composer_jax.serving import choices as choices_lib
 from composer_jax.serving import constraints
@@ -163,7 +164,7 @@ class Service:
   async def finish(self, session: session_lib.Session, text: str) -> None:
     """Keeps a client's last word on its rollout, as JSON."""
     if session.finish not in (None, text):
-      raise openai_requests.ApiError(
+      raise api_errors.ApiError(
           409, f'rollout {session.id}: is finished, with other content'
       )
     session.finish = text
@@ -246,7 +247,7 @@ class Service:
       return work.head
     ask = work.ask
     if self._calls and self._calls + ask.n > self._max_calls:
-      raise openai_requests.ApiError(
+      raise api_errors.ApiError(
           429,
           f'{self._calls} calls are sampled or waiting; try again later',
           retry_after=RETRY_SECONDS,
@@ -256,7 +257,7 @@ class Service:
       forms = await self._compiler.constraints(ask)
       async with session.turn:
         parent, context = await session.context(
-            ask, self.chat, self.max_model_len
+            ask, session_lib.chat_of(self.chat, ask), self.max_model_len
         )
         # The same number as before it was lost: the same seed, too.
         number = stored.number if stored else session.next
@@ -265,7 +266,7 @@ class Service:
       windows = await self._sample(session, work, number, pending, admitted)
       return await self._keep(session, work, number, parent, context, windows)
     except (RuntimeError, OSError) as e:
-      raise openai_requests.ApiError(
+      raise api_errors.ApiError(
           503, f'call failed: {e}; send it again', retry_after=RETRY_SECONDS
       ) from e
     finally:
@@ -306,7 +307,7 @@ class Service:
     try:
       pending = self.engine.submit_group(requests)
     except ValueError as e:
-      raise openai_requests.ApiError(400, str(e)) from e
+      raise api_errors.ApiError(400, str(e)) from e
     session.next = max(session.next, number + ask.n)
     session.pending |= set(range(number, number + ask.n))
     admission = capture_lib.Admission(
@@ -357,7 +358,11 @@ class Service:
         sampled = window.sampled & (np.arange(len(window)) < at)
         window = dataclasses.replace(window, sampled=sampled)
       shown, window, key = choices_lib.choice(
-          ask, self.chat, window, at, f'{work.head["id"]}-{i}'
+          ask,
+          session_lib.chat_of(self.chat, ask),
+          window,
+          at,
+          f'{work.head["id"]}-{i}',
       )
       choices.append({'index': i, **shown})
       calls.append(
@@ -384,7 +389,7 @@ def _digest(*parts: bytes | str) -> bytes:
   return hashlib.sha256(b'\0'.join(encoded)).digest()
 
 
-def _other_request() -> openai_requests.ApiError:
-  return openai_requests.ApiError(
+def _other_request() -> api_errors.ApiError:
+  return api_errors.ApiError(
       409, 'Idempotency-Key: was used with another request; use a fresh one'
   )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from composer_jax import trace
+from composer_jax.serving import api_errors
 from composer_jax.serving import capture
 from composer_jax.serving import depth
 from composer_jax.serving import graph
@@ -26,6 +27,9 @@ class ChatFormat(Protocol):
 
   stop_ids: frozenset[int]
   vocab_size: int
+
+  def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
+    ...
 
   def prompt(self, messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
     ...
@@ -176,7 +180,7 @@ class Session:
     said, known = self._known(ask)
     ids = await encoded(ask, chat, said, known)
     if not 0 < len(ids) < limit:
-      raise openai_requests.ApiError(
+      raise api_errors.ApiError(
           400,
           f'prompt: {len(ids)} tokens; must be in [1, {limit - 1}], as the'
           f' context holds {limit}',
@@ -188,11 +192,24 @@ class Session:
 
   def _known(self, ask: openai_requests.Ask) -> tuple[list[int], int]:
     """The ids of the messages that end in a known reply, and their number."""
-    keys = graph.message_keys(ask.messages or (), ask.tools)
+    keys = graph.message_keys(ask.messages or (), ask.setting)
     for known in range(len(keys), 0, -1):
       if call := self._keys.get(keys[known - 1]):
         return graph.window(call).tokens.tolist(), known
     return [], 0
+
+
+def chat_of(chat: ChatFormat, ask: openai_requests.Ask) -> ChatFormat:
+  """The chat format of a request, with the variables of its template.
+
+  Raises:
+    ApiError: they are not for a request to set.
+  """
+  try:
+    return chat.with_options(ask.template_kwargs)
+  except ValueError as e:
+    name = 'chat_template_kwargs'
+    raise api_errors.ApiError(400, f'{name}: {e}', param=name) from e
 
 
 async def encoded(
@@ -225,6 +242,6 @@ async def encoded(
   try:
     return await asyncio.to_thread(ids)
   except RecursionError as e:  # arguments that are JSON in a text
-    raise openai_requests.ApiError(400, f'messages: {depth.ERROR}') from e
+    raise api_errors.ApiError(400, f'messages: {depth.ERROR}') from e
   except ValueError as e:
-    raise openai_requests.ApiError(400, str(e)) from e
+    raise api_errors.ApiError(400, str(e)) from e

@@ -10,7 +10,7 @@ from typing import Any
 from starlette import requests
 from starlette import responses
 
-from composer_jax.serving import openai_requests
+from composer_jax.serving import api_errors
 
 BODY_BYTES = 32 << 20
 # Of a body that is too long so much is read, so that the client can hear of it.
@@ -47,7 +47,7 @@ async def body_of(request: requests.Request) -> bytes:
   """The body.
 
   Raises:
-    openai_requests.ApiError: it is too long.
+    api_errors.ApiError: it is too long.
   """
   parts, size = [], 0
   async for part in request.stream():
@@ -57,7 +57,7 @@ async def body_of(request: requests.Request) -> bytes:
     elif size > _READ_BYTES:
       break
   if size > BODY_BYTES:
-    raise openai_requests.ApiError(
+    raise api_errors.ApiError(
         413, f'body: {size} bytes or more; must be at most {BODY_BYTES}'
     )
   return b''.join(parts)
