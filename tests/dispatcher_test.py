@@ -123,6 +123,10 @@ class DispatcherTest(parameterized.TestCase):
         # What was sampled with the checkpoint's weights is trained as it is.
         step = await second.train()
         self.assertEqual([g.prompt for g in step.consumed.groups], [2, 3])
+        # They are not stale: their weights have another number by now.
+        for group in step.consumed.groups:
+          for t in step.rollouts(group):
+            self.assertEqual({*t.segments[0].versions.tolist()}, {3})
         await second.dispatcher.open(fleet_sim.weights(4))
         await second.play(4, versions=(4,))
         step = await second.train()
@@ -194,6 +198,25 @@ class DispatcherTest(parameterized.TestCase):
         'another': 'not what was said',
     }
     self.assertRegex(fleet_sim.run(test()), says[how])
+
+  def test_versions_reach_a_slow_queue_in_order(self):
+    class Slow(inprocess.InProcessQueue):
+
+      async def publish_version(self, version):
+        await asyncio.sleep(10.0 - version.step)  # the first one is away
+        await super().publish_version(version)
+
+    async def test():
+      queue = Slow(lease_seconds=1e6)
+      async with Life(queue=queue) as life:
+        opens = [
+            life.dispatcher.open(trace.WeightVersion(v, f'digest{v}', before))
+            for v, before in ((1, 'digest0'), (2, 'digest1'))
+        ]
+        await asyncio.gather(*opens)
+        self.assertEqual(life.state.published, 2)
+
+    fleet_sim.run(test())
 
   def test_payloads_stay_until_their_step_is_saved(self):
     async def test():

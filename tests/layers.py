@@ -80,7 +80,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
     'fleet': (
         'composer_jax/fleet/*.py',
         'atomic config trace',
-        f'{_HOST} zstandard',
+        f'{_HOST} nats tensorstore zstandard',
     ),
     'dashboard': ('composer_jax/dashboard/*.py', 'atomic', 'jinja2 matplotlib'),
     'data': (
@@ -124,7 +124,7 @@ LAYERS: dict[str, tuple[str, str, str]] = {
         'atomic bench_suites config config_text configs dashboard data'
         ' environments fleet inspect kernels_triton learner model rewards'
         ' rollout runs sandbox serving weights',
-        'absl jax rich',
+        'absl jax nkeys rich',
     ),
 }
 

@@ -30,8 +30,8 @@ class SetupTest(absltest.TestCase):
     self.assertCountEqual(
         names,
         [
-            *('data', 'gpu', 'humaneval', 'kernels', 'openenv', 'peers'),
-            *('serve', 'test'),
+            *('data', 'fleet', 'gpu', 'humaneval', 'kernels', 'openenv'),
+            *('peers', 'serve', 'test'),
         ],
     )
     peers = {r for r in self.extras if 'peers' in r}

@@ -41,14 +41,39 @@ class Step:
   Attributes:
     consumed: the groups it consumes.
     payloads: task id -> rollout, of those that were asked for.
+    renamed: numbers of versions that are those of others by now. A resumed run
+      publishes its weights anew: what was sampled with them is not stale.
   """
 
   consumed: admission.Consumed
   payloads: Mapping[str, trace.Trajectory]
+  renamed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
   def rollouts(self, group: admission.Group) -> list[trace.Trajectory]:
-    """The valid members of a group, in order."""
-    return [self.payloads[f.task_id] for f in group.rollouts]
+    """The valid members of a group, in order, to train on."""
+    return [self._renamed(self.payloads[f.task_id]) for f in group.rollouts]
+
+  def _renamed(self, t: trace.Trajectory) -> trace.Trajectory:
+    if not self.renamed.keys() & t.weights.keys():
+      return t
+    segments = []
+    for s in t.segments:
+      versions = s.versions.copy()
+      for old, new in self.renamed.items():
+        versions[s.versions == old] = new
+      segments.append(dataclasses.replace(s, versions=versions))
+    return dataclasses.replace(t, segments=tuple(segments))
+
+
+def renamed(version: int, before: int | None) -> dict[int, int]:
+  """`Step.renamed` of a step.
+
+  Args:
+    version: number of the weights that it starts from.
+    before: that of the step before it; None if there is none.
+  """
+  known = version if before is None else before + 1
+  return {} if known == version else {known: version}
 
 
 class Dispatcher:
@@ -94,6 +119,9 @@ class Dispatcher:
     self._stored = stored
     self._routing_required = routing_required
     self._first = version.step  # of this life of the run
+    last = ledger.digests[-1][0] if ledger.digests else None
+    self._renamed = renamed(version.step, last)
+    self._opening = asyncio.Lock()
     self._void: collections.Counter[str] = collections.Counter()
     self._offered: set[int] = set()  # prompts, until they are consumed
     # Results of an earlier life whose prompts are not offered yet.
@@ -103,8 +131,11 @@ class Dispatcher:
 
   async def open(self, version: trace.WeightVersion) -> None:
     """Tells workers and the gate of weights that are in the store."""
-    await self._queue.publish_version(version)
-    self.gate.publish(version)
+    # One after the other: a queue that was away must not hear of the next
+    # version before it has heard of this one.
+    async with self._opening:
+      await self._queue.publish_version(version)
+      self.gate.publish(version)
 
   def _ids(self, prompt: int) -> list[str]:
     return [
@@ -213,7 +244,7 @@ class Dispatcher:
         prompts = [g.prompt for g in batch.groups + batch.untrained]
         self._spent.append((batch.step, prompts))
         self._offered.difference_update(prompts)
-        return Step(batch, payloads)
+        return Step(batch, payloads, self._renamed)
       self.gate.put_back(batch, refused)
     return None
 

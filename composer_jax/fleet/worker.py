@@ -20,8 +20,10 @@ async def work(
     *,
     pool: str,
     lease_seconds: float,
+    patience: float = 3600.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
-  """Plays one task after the other until it is cancelled.
+  """Plays one task after the other until it shall stop, or is cancelled.
 
   Args:
     queue: where tasks come from and results go.
@@ -30,9 +32,11 @@ async def work(
       again, as far as attempts are left.
     pool: pool of tasks.
     lease_seconds: a task counts as abandoned after so long without a sign.
+    patience: seconds that it waits for a task before it asks `stop` again.
+    stop: whether to begin no further task.
   """
-  while True:
-    lease = await queue.lease(pool, timeout=3600.0)
+  while not stop():
+    lease = await queue.lease(pool, timeout=patience)
     if lease is not None:
       await _one(queue, blobs, play, lease, lease_seconds)
 

@@ -26,6 +26,7 @@ from composer_jax.learner import packing
 from composer_jax.learner import step
 from composer_jax.runs import base_model
 from composer_jax.runs import feed
+from composer_jax.runs import fleet
 from composer_jax.runs import player
 from composer_jax.runs import stored_model
 from kernels_triton import contract
@@ -201,10 +202,9 @@ def stored_host(
     ValueError: the run has published nothing yet. Entering the host raises it
       if the version does not exist.
   """
-  folder = workdir / 'weights'
-  if not folder.exists():
+  url, folder = fleet.weights(workdir), workdir / 'weights'
+  if url.startswith(f'file://{folder.resolve()}/') and not folder.exists():
     raise ValueError(f'{folder}: no version has been published yet')
-  url = f'file://{folder.resolve()}/'
   return player.Player(
       cfg,
       url,

@@ -127,6 +127,8 @@ _NUMERIC = frozenset(
 _NUMERIC_GROUPS = ('contract.', 'mesh.')
 # Where or which, not what; and what other fields say already.
 _NOT_COMPARED = ('command', 'config', 'contract_digest', 'history', 'run')
+# What a host shares with the trainer if both compute the same bits.
+_SHARED = frozenset(('machine', 'processor', 'xla_flags'))
 _UNNAMED = 'offline'  # runs of versions that gave them no id
 
 
@@ -184,6 +186,33 @@ def begin(
   first['history'] = [*history, resume]
   atomic.write_json(workdir / FILE, first)
   return changed
+
+
+def numerics(facts: Mapping[str, Any]) -> dict[str, Any]:
+  """The facts that have to be equal where two machines compute equal bits.
+
+  Args:
+    facts: result of `build`.
+  """
+  return {
+      name: value
+      for name, value in _flat(facts).items()
+      if name in _SHARED
+      or name.startswith('contract.')
+      or (name.startswith('versions.') and name in _NUMERIC)
+  }
+
+
+def differences(
+    there: Mapping[str, Any], facts: Mapping[str, Any]
+) -> list[Change]:
+  """In what this machine differs from another.
+
+  Args:
+    there: `numerics` of the other one.
+    facts: result of `build` here.
+  """
+  return [c for c in _compare(there, numerics(facts)) if c.numeric]
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ the same directory continues where they stopped, whatever stopped them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
@@ -33,11 +34,13 @@ from composer_jax.learner import processes
 from composer_jax.learner import step
 from composer_jax.runs import base_model
 from composer_jax.runs import evaluate
+from composer_jax.runs import fleet as fleet_lib
 from composer_jax.runs import manifest
 from composer_jax.runs import midtrain
 from composer_jax.runs import player
 from composer_jax.runs import preflight
 from composer_jax.runs import rl
+from composer_jax.runs import rollouts
 from composer_jax.runs import run_digest
 from composer_jax.runs import stored_model
 from composer_jax.runs import writer as writer_lib
@@ -59,6 +62,7 @@ class Run:
     texts: sources of text, by name.
     writer: writer of metrics.
     stop: True once the user has asked to stop.
+    fleet: where tasks are played; None for here.
   """
 
   cfg: config.Experiment
@@ -70,6 +74,7 @@ class Run:
   texts: Mapping[str, sources.Text]
   writer: writer_lib.Writer
   stop: Callable[[], bool]
+  fleet: rollouts.Elsewhere | None = None
 
   @functools.cached_property
   def renderer(self) -> Any:
@@ -78,7 +83,7 @@ class Run:
 
   @property
   def store(self) -> str:
-    return f'file://{(self.workdir / "weights").resolve()}/'
+    return fleet_lib.weights(self.workdir)
 
 
 def open_run(
@@ -274,8 +279,11 @@ def reinforcement(
         writer=run.writer,
         evaluate=lambda at, served: measure(run, host, at, served),
         stop=run.stop,
+        elsewhere=run.fleet,
     )
   saver.close()
+  if complete and run.fleet:
+    asyncio.run(run.fleet.clear(cfg, run.run_id))
   return state, complete
 
 

@@ -230,12 +230,16 @@ def run(
   )
   state = step_lib.restart(warm, tx, mesh)
   weights: dict[int, Weights] = {}
+  renamed: dict[int, int] = {}
   count = unverified = 0
   for number, record in enumerate(steps):
     named = rl.published_arrays(state.params)
     root = codec.root(named, cfg.weights.tile_elements)
     params = jax.device_put(feed.decode_params(named))
     weights[record.version] = Weights(params, root)
+    before = steps[number - 1].version if number else None
+    renamed |= dispatcher.renamed(record.version, before)
+    weights |= {old: weights[new] for old, new in renamed.items()}
     if root != (record.digest or root):
       return Replay(number, count, unverified, f'weights of step {number}')
     groups, payloads = [], {}
@@ -259,7 +263,7 @@ def run(
         next_prompt=0,
         cursor=0,
     )
-    step = dispatcher.Step(batch, payloads)
+    step = dispatcher.Step(batch, payloads, renamed)
     state, _, _ = rl.train(
         cfg, state, step, tx=tx, mesh=mesh, reference=reference
     )

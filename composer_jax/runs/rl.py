@@ -236,6 +236,7 @@ def run(
     writer: writer_lib.Writer,
     evaluate: Callable[[int, int], None],
     stop: Callable[[], bool],
+    elsewhere: rollouts_lib.Elsewhere | None = None,
 ) -> tuple[batch_lib.TrainState, ledger_lib.Ledger, bool]:
   """Trains until `rl.steps` steps are in the ledger.
 
@@ -256,6 +257,7 @@ def run(
     evaluate: called as evaluate(step, version) at step 0, every
       `rl.eval_every_steps` and at the end, with rollouts going on.
     stop: asked after every step; True saves and returns early.
+    elsewhere: see `rollouts.Rollouts`.
 
   Returns:
     (state, ledger, whether all steps are done).
@@ -281,6 +283,7 @@ def run(
               version,
               run_id,
               history_lib.read(workdir, ledger),
+              elsewhere,
           )
       ) as rollouts,
       progress.Progress(rl.steps, 'step', label='rl', start=done) as bar,

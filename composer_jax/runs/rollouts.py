@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, Protocol
 
 from composer_jax import config
 from composer_jax import task as task_lib
@@ -83,8 +84,35 @@ class _Curriculum:
     return {'task': task}
 
 
+async def play(
+    cfg: config.Experiment, host: player.Player, lease: queue_lib.Lease
+) -> trace.Trajectory:
+  """Plays the task of a lease."""
+  oldest = lease.version - cfg.rl.max_staleness_versions
+  return await host.rollout(
+      training_task(cfg, lease.spec['task']),
+      lease.id,
+      seed=lease.spec['seed'],
+      oldest_version=max(oldest, 0),
+  )
+
+
+class Elsewhere(Protocol):
+  """Where a run's tasks are played, if not in this process."""
+
+  async def open(
+      self, cfg: config.Experiment, run_id: str
+  ) -> tuple[queue_lib.WorkQueue, blobs_lib.Blobs]:
+    """Opens the run's queue and its store of payloads."""
+    ...
+
+  async def clear(self, cfg: config.Experiment, run_id: str) -> None:
+    """Removes what is left of a run that is over."""
+    ...
+
+
 class Rollouts:
-  """Dispatcher and workers on the host's event loop.
+  """Dispatcher, and workers if there are any here, on the host's event loop.
 
   Attributes:
     dispatcher: what hands out and files.
@@ -98,19 +126,50 @@ class Rollouts:
       version: trace.WeightVersion,
       run_id: str,
       history: Iterable[ledger_lib.StepRecord] = (),
+      elsewhere: Elsewhere | None = None,
   ):
+    """Goes on behind a ledger.
+
+    Args:
+      cfg: the experiment.
+      host: plays, if tasks are played here; its loop is used in any case.
+      ledger: what was consumed before.
+      version: weights of the ledger, which are published.
+      run_id: first part of the task ids.
+      history: records of all steps of the ledger.
+      elsewhere: where tasks are played; None for here.
+    """
     self._cfg = cfg
     self._host = host
     self._curriculum = _Curriculum(cfg, history)
-    self._queue = inprocess.InProcessQueue(
-        lease_seconds=cfg.rl.lease_seconds,
-        max_attempts=worker.MAX_ATTEMPTS,
-        cursor=ledger.cursor,
-    )
-    self._blobs = blobs_lib.MemoryBlobs()
+    self._failed: futures.Future[None] = futures.Future()
+    self._tasks: list[asyncio.Task] = []
+    host.call(self._start(version, ledger, run_id, elsewhere))
+
+  async def _start(self, version, ledger, run_id, elsewhere) -> None:
+    cfg, queue, works = self._cfg, None, []
+    if elsewhere is None:
+      queue = inprocess.InProcessQueue(
+          lease_seconds=cfg.rl.lease_seconds,
+          max_attempts=worker.MAX_ATTEMPTS,
+          cursor=ledger.cursor,
+      )
+      blobs = blobs_lib.MemoryBlobs()
+      works = [
+          worker.work(
+              queue,
+              blobs,
+              functools.partial(play, cfg, self._host),
+              pool=queue_lib.POOL,
+              lease_seconds=cfg.rl.lease_seconds,
+          )
+          for _ in range(cfg.rl.workers)
+      ]
+    else:
+      queue, blobs = await elsewhere.open(cfg, run_id)
     self.dispatcher = dispatcher_lib.Dispatcher(
-        self._queue,
-        self._blobs,
+        queue,
+        blobs,
         self._curriculum,
         run=run_id,
         seed=cfg.seed,
@@ -120,22 +179,7 @@ class Rollouts:
         stored=self._stored,
         routing_required=True,
     )
-    self._failed: futures.Future[None] = futures.Future()
-    self._tasks: list[asyncio.Task] = []
-    host.call(self._start(version))
-
-  async def _start(self, version: trace.WeightVersion) -> None:
     await self.dispatcher.open(version)
-    works = [
-        worker.work(
-            self._queue,
-            self._blobs,
-            self._play,
-            pool=queue_lib.POOL,
-            lease_seconds=self._cfg.rl.lease_seconds,
-        )
-        for _ in range(self._cfg.rl.workers)
-    ]
     mine = self.dispatcher
     for coroutine in (mine.offer(), mine.collect(), *works):
       task = asyncio.create_task(coroutine)
@@ -150,15 +194,6 @@ class Rollouts:
   def _fail(self, error: BaseException) -> None:
     with contextlib.suppress(futures.InvalidStateError):  # the first one wins
       self._failed.set_exception(error)
-
-  async def _play(self, lease: queue_lib.Lease) -> trace.Trajectory:
-    oldest = lease.version - self._cfg.rl.max_staleness_versions
-    return await self._host.rollout(
-        training_task(self._cfg, lease.spec['task']),
-        lease.id,
-        seed=lease.spec['seed'],
-        oldest_version=max(oldest, 0),
-    )
 
   def _stored(self, version: int) -> str | None:
     return store_lib.Store(self._host.url).digest(version)

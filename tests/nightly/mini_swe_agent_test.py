@@ -73,12 +73,16 @@ _CFG = dataclasses.replace(
 class _Script(template.ChatFormat):
   """Reads the replies of an untrained model, one token each, as commands."""
 
-  turn = 0
+  said = 0
+
+  def __init__(self, *arguments):
+    super().__init__(*arguments)  # tries how it reads calls
+    self.said = 0
 
   def parse(self, ids, tools=()):
     del ids
-    self.turn += 1
-    return tool_calls.read(_said(self.turn - 1), tool_calls.reader_of(''))
+    turn, self.said = self.said % len(_COMMANDS), self.said + 1
+    return tool_calls.read(_said(turn), tool_calls.reader_of(''))
 
 
 def _said(turn):
