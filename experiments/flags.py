@@ -328,12 +328,17 @@ def store(new: bool = False) -> str:
     ValueError: there is no such directory.
   """
   value = flags.FLAGS.store
+  found = url(value)
+  if found != value and not new and not pathlib.Path(value).is_dir():
+    raise ValueError(f'--store={value}: no such directory')
+  return found
+
+
+def url(value: str) -> str:
+  """Returns the URL of a store that is named by its URL or its directory."""
   if '://' in value or value.startswith('{'):
     return value
-  path = pathlib.Path(value).resolve()
-  if not new and not path.is_dir():
-    raise ValueError(f'--store={value}: no such directory')
-  return f'file://{path}/'
+  return f'file://{pathlib.Path(value).resolve()}/'
 
 
 def stored_experiment(path: pathlib.Path) -> config.Experiment:

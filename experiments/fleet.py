@@ -22,14 +22,17 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 from absl import flags as absl_flags
 from experiments import flags
 from experiments import queue_flags
 
+_LOOK_SECONDS = 0.1
 _COMMANDS = ('up', 'status', 'retire')
 
 
@@ -50,7 +53,6 @@ def _define(command: str) -> None:
 
 _CONF = """\
 # Written by experiments.fleet; change it, and it stays as it is.
-listen: "{host}:{port}"
 # What was said to be stored is on the disk, whatever happens.
 jetstream {{ store_dir: "{folder}/jetstream", sync_interval: always }}
 authorization {{
@@ -90,6 +92,26 @@ def _allowed(role: str) -> dict[str, Any]:
   return {what: {'allow': subjects} for what, subjects in allowed.items()}
 
 
+def _answers(host: str, port: int) -> bool:
+  try:
+    socket.create_connection((host, port), 1).close()
+  except OSError:
+    return False
+  return True
+
+
+def _greeting(host: str, port: int, folder: pathlib.Path) -> str:
+  every = host in ('0.0.0.0', '::')
+  url = f'nats://{socket.gethostname() if every else host}:{port}'
+  return (
+      f'queue: {url}, files in {folder}\n'
+      f'trainer: python3 -m experiments.rl --queue={url}'
+      f' --queue_key={folder}/trainer.nk --workdir=DIR\n'
+      f'hosts:   python3 -m experiments.rollout_host --queue={url}'
+      f' --queue_key={folder}/host.nk --play=32'
+  )
+
+
 def _up() -> int:
   from composer_jax.fleet import streams
 
@@ -103,28 +125,27 @@ def _up() -> int:
         f' permissions: {json.dumps(_allowed(role))} }}'
         for role in streams.ROLES
     )
-    conf.write_text(
-        _CONF.format(
-            host=values.host, port=values.port, folder=folder, users=users
-        )
-    )
-  url = f'nats://{values.host}:{values.port}'
-  print(
-      f'queue: {url}, files in {folder}\n'
-      f'trainer: python3 -m experiments.rl --queue={url}'
-      f' --queue_key={folder}/trainer.nk --workdir=DIR\n'
-      f'hosts:   python3 -m experiments.rollout_host --queue={url}'
-      f' --queue_key={folder}/host.nk --play=32',
-      flush=True,
-  )
-  server = subprocess.Popen(
-      [program, '-c', conf, '-l', folder / 'log'], start_new_session=True
-  )
+    conf.write_text(_CONF.format(folder=folder, users=users))
+  where = ['-a', values.host, '-p', str(values.port), '-l', folder / 'log']
+  asked = []
   for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda *_: server.send_signal(signal.SIGTERM))
-  code = server.wait()
-  if code not in (0, 1, -signal.SIGTERM):
-    raise ValueError(f'nats-server ended with {code}; see {folder}/log')
+    signal.signal(number, lambda *_: asked.append(None))
+  server = subprocess.Popen(
+      [program, '-c', conf, *where], start_new_session=True
+  )
+  greeted = False
+  while (code := server.poll()) is None:
+    if asked:
+      server.send_signal(signal.SIGTERM)
+    if not greeted and _answers(values.host, values.port):
+      greeted = True
+      print(_greeting(values.host, values.port, folder), flush=True)
+    time.sleep(_LOOK_SECONDS)
+  if not asked:
+    raise ValueError(
+        f'nats-server ended with {code}; {folder}/log says why (is'
+        f' {values.host}:{values.port} taken?)'
+    )
   return 0
 
 

@@ -64,9 +64,7 @@ def _fleet(workdir: pathlib.Path):
           f'--store={values.store}: this run publishes to'
           f' {fleet.weights(workdir)}; leave the flag out'
       )
-  blobs = values.blobs or f'{weights.rstrip("/").rpartition("/")[0]}/blobs/'
-  if '://' not in blobs and not blobs.startswith('{'):
-    blobs = f'file://{pathlib.Path(blobs).resolve()}/'
+  blobs = flags.url(values.blobs) if values.blobs else _beside(weights)
   queue_flags.check()
   from composer_jax.runs import nats_fleet
 
@@ -78,6 +76,22 @@ def _fleet(workdir: pathlib.Path):
       weights=weights,
       facts=json.loads((workdir / manifest.FILE).read_text()),
   )
+
+
+def _beside(weights: str) -> str:
+  """URL of blobs/ in the folder, or the bucket, that the weights lie in.
+
+  Raises:
+    ValueError: they are not in a folder.
+  """
+  scheme, _, path = weights.rstrip('/').partition('://')
+  folder, _, name = path.rpartition('/')
+  if weights.startswith('{') or not (folder and name):
+    raise ValueError(
+        f'--store={weights}: there is no folder around it; say with --blobs=URL'
+        ' where hosts shall put rollouts'
+    )
+  return f'{scheme}://{folder}/blobs/'
 
 
 def _work(run) -> bool:

@@ -17,6 +17,7 @@ to its end, and what a killed host had begun is played by others.
 
 import os
 import secrets
+import sys
 
 from absl import flags as absl_flags
 from experiments import flags
@@ -27,6 +28,12 @@ serving_flags.define('admin_key', 'that opens rollouts', serves_only=False)
 queue_flags.define('host')
 absl_flags.DEFINE_integer(
     'play', 32, 'With --queue: tasks that are played at once.', lower_bound=1
+)
+absl_flags.DEFINE_string(
+    'blobs',
+    None,
+    'With --queue: URL or directory where rollouts go, as this machine sees it.'
+    " Default: the trainer's own name for it.",
 )
 absl_flags.DEFINE_string(
     'run', None, 'With --queue: id of the run. Default: the only one there is.'
@@ -67,18 +74,23 @@ def _play() -> int:
 
   text = 'stopping: what has begun is played to its end; once more to stop now'
   with machine.Interrupt(text) as stop:
-    remote_player.play(
-        values.queue,
-        queue_flags.key(),
-        run_id=values.run,
-        store=flags.store() if values.store else None,
-        count=values.play,
-        device=device,
-        facts=facts,
-        accept=values.accept_numeric_change,
-        stop=stop,
-        say=lambda line: print(line, flush=True),
-    )
+    try:
+      remote_player.play(
+          values.queue,
+          queue_flags.key(),
+          run_id=values.run,
+          store=flags.store() if values.store else None,
+          blobs=flags.url(values.blobs) if values.blobs else None,
+          count=values.play,
+          device=device,
+          facts=facts,
+          accept=values.accept_numeric_change,
+          stop=stop,
+          say=lambda line: print(line, flush=True),
+      )
+    except OSError as e:  # a queue or a store that stays away
+      print(f'rollout_host: error: {e}', file=sys.stderr)
+      return 1
   return 0
 
 

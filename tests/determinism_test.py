@@ -65,9 +65,14 @@ class DeterminismTest(absltest.TestCase):
       (run,) = re.findall('tasks of run ([0-9a-f]+)', host.log.read_text())
       # With the key of a host nobody can do what a trainer can.
       key = f'--queue_key={fleet.folder / "host.nk"}'
-      wrong = fleet.ask('retire', f'--run={run}', key)
-      self.assertEqual(wrong.returncode, 2, wrong.stdout)
-      self.assertLen(wrong.stderr.splitlines(), 1)
+      for wrong in (
+          fleet.ask('retire', f'--run={run}', key),
+          small_run.finished(
+              [*small_run.command('rl', self.base / 'x'), *fleet.trainer, key]
+          ),
+      ):
+        self.assertEqual(wrong.returncode, 2, wrong.stdout)
+        self.assertRegex(wrong.stderr.splitlines()[-1], 'key of the trainer')
       for flags, says in (
           ([f'--run={run}'], 'its tasks and results are gone'),
           ([f'--run={run}'], 'not on this server; runs there: none'),

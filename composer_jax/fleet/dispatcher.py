@@ -162,13 +162,15 @@ class Dispatcher:
         self.gate.exhaust()
         return
       await self.gate.admit(self._ids(prompt)[0])
-      for task_id in self._ids(prompt):
-        if await self._queue.offer(task_id, self._spec(task_id)):
-          self._early.pop(task_id, None)  # of another task under this id
+      await asyncio.gather(*map(self._offer, self._ids(prompt)))
       self._offered.add(prompt)
       for task_id in self._ids(prompt):
         if task_id in self._early:
           await self._file(*self._early.pop(task_id))
+
+  async def _offer(self, task_id: str) -> None:
+    if await self._queue.offer(task_id, self._spec(task_id)):
+      self._early.pop(task_id, None)  # of another task under this id
 
   async def collect(self) -> None:
     """Files results until it is cancelled."""

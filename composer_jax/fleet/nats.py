@@ -59,7 +59,7 @@ class NatsQueue:
   def __init__(
       self, client: client_lib.Client, run: str, max_attempts: int = 3
   ):
-    """Describes a run's queue; `create` or `bind` opens it.
+    """Describes a run's queue; the trainer's `create` makes it.
 
     Args:
       client: what `connect` returned.
@@ -89,22 +89,21 @@ class NatsQueue:
     Raises:
       ValueError: the key may not do that.
     """
-    config = streams.stream_config(self._run)
+    name = self._stream.name
     try:
-      await self._js.stream_info(self._stream.name)
-    except js_errors.NotFoundError:
-      await self._js.add_stream(config)
+      try:
+        await self._js.stream_info(name)
+      except js_errors.NotFoundError:
+        await self._js.add_stream(streams.stream_config(self._run))
+      for pool in pools:
+        consumer = streams.consumer_config(self._run, pool, lease_seconds)
+        await self._js.add_consumer(name, consumer)
+      await self._js.publish(f'{self._run}.c', json.dumps(about).encode())
     except nats_client.AWAY as e:  # a denial, too, is a silence
       raise ValueError(
-          f'queue: stream {self._stream.name}: {e or "no answer"}; is this the key'
-          ' of the trainer, and is JetStream on?'
+          f'queue: stream {name}: {str(e) or "no answer"}; is this the key of'
+          ' the trainer, and is JetStream on?'
       ) from e
-    for pool in pools:
-      await self._js.add_consumer(
-          self._stream.name,
-          streams.consumer_config(self._run, pool, lease_seconds),
-      )
-    await self._js.publish(f'{self._run}.c', json.dumps(about).encode())
     return self
 
   async def about(self) -> dict[str, Any]:

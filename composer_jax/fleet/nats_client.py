@@ -20,12 +20,15 @@ AWAY = (errors.Error, TimeoutError, OSError)
 _PAUSE_SECONDS = 0.5
 
 
-async def connect(url: str, key: str | None = None) -> client_lib.Client:
+async def connect(
+    url: str, key: str | None = None, role: str = 'trainer'
+) -> client_lib.Client:
   """Connects to a server, again and again once it was there.
 
   Args:
     url: nats://HOST:PORT or tls://HOST:PORT.
     key: file with the seed of an nkey; None for a server that asks for none.
+    role: one of `streams.ROLES`; answers to others are not for its ears.
 
   Raises:
     ValueError: nobody answers there, or the key is not known there.
@@ -40,6 +43,7 @@ async def connect(url: str, key: str | None = None) -> client_lib.Client:
       return await nats.connect(
           url,
           nkeys_seed=key,
+          inbox_prefix=streams.inbox(role),
           error_cb=note,
           max_reconnect_attempts=-1,
           reconnect_time_wait=_PAUSE_SECONDS,

@@ -13,6 +13,7 @@ import json
 import time
 from typing import Any, TypeVar
 
+from nats import errors
 from nats.js import api
 from nats.js import client as js_client
 from nats.js import errors as js_errors
@@ -53,8 +54,9 @@ class Stream:
       try:
         return await ask()
       except nats_client.AWAY as e:
-        if isinstance(e, js_errors.APIError) and (e.code or 0) < 500:
-          raise  # an answer
+        answer = isinstance(e, js_errors.APIError) and (e.code or 0) < 500
+        if answer or isinstance(e, errors.MaxPayloadError):
+          raise
         if time.monotonic() > end:
           raise ConnectionError(
               f'queue: no answer for {_PATIENT_SECONDS:.0f} s; {e!r}'

@@ -29,9 +29,9 @@ class StoreBlobs:
     Raises:
       ValueError: it is none of these.
     """
-    spec = json.loads(url) if url.startswith('{') else url.rstrip('/') + '/'
     self._url = url
     try:
+      spec = json.loads(url) if url.startswith('{') else url.rstrip('/') + '/'
       self._kv = ts.KvStore.open(spec, context=_context).result()
     except ValueError as e:
       raise ValueError(f'blobs={url}: {e}') from e

@@ -79,12 +79,17 @@ def consumer_config(
   )
 
 
+def inbox(role: str) -> str:
+  """What the subjects begin with on which a role gets its answers."""
+  return f'_INBOX_{role}'
+
+
 def permissions(role: str) -> Mapping[str, Any]:
   """What a role may do, as in the server's configuration.
 
   Args:
-    role: one of `ROLES`. A host may work on tasks; it can neither offer nor
-      withdraw one, nor say which weights are the newest.
+    role: one of `ROLES`. A host may lease tasks and say what became of them; it
+      can neither offer one nor say which weights are the newest.
   """
   if role == 'trainer':
     return {'publish': ['>'], 'subscribe': ['>']}
@@ -92,5 +97,5 @@ def permissions(role: str) -> Mapping[str, Any]:
   reads += ('CONSUMER.MSG.NEXT.*.*', 'DIRECT.GET.>')
   return {
       'publish': ['*.w.*.*', '$JS.ACK.>', *(f'$JS.API.{r}' for r in reads)],
-      'subscribe': ['_INBOX.>'],
+      'subscribe': [f'{inbox(role)}.>'],
   }

@@ -22,6 +22,8 @@ from composer_jax.weights import records
 from composer_jax.weights import store as store_lib
 
 _POLL_SECONDS = 0.02
+_FAR_POLL_SECONDS = 0.5  # of a store that bills requests
+_NEAR = ('file:', 'memory:')
 _RETRY_SECONDS = 1.0
 
 
@@ -101,6 +103,8 @@ class WeightFeed:
       FollowError: what is there cannot be verified.
     """
     self._follower = follow.Follower(url)
+    near = url.startswith(_NEAR)
+    self._pause = _POLL_SECONDS if near else _FAR_POLL_SECONDS
     first = self._follower.poll()
     if first is None:
       raise ValueError(f'{url}: no version has been published; publish one')
@@ -121,9 +125,7 @@ class WeightFeed:
     return self._follower.digest_mismatches
 
   def _run(self) -> None:
-    while not self._stop.wait(
-        _RETRY_SECONDS if self._failed else _POLL_SECONDS
-    ):
+    while not self._stop.wait(_RETRY_SECONDS if self._failed else self._pause):
       try:
         fresh = self._follower.poll()
         ready = fresh and (fresh[0], decode_params(fresh[1]))

@@ -32,6 +32,7 @@ def play(
     *,
     run_id: str | None,
     store: str | None,
+    blobs: str | None,
     count: int,
     device: jax.Device,
     facts: Callable[[config.Experiment], Mapping[str, Any]],
@@ -47,6 +48,7 @@ def play(
     run_id: which run; None for the only one there is.
     store: URL of the weight store as this machine sees it; None for the
       trainer's own.
+    blobs: URL of the store of payloads, likewise.
     count: tasks at once.
     device: device of the engine.
     facts: facts of this machine, as `manifest.build` has them.
@@ -76,7 +78,9 @@ def play(
     say('compiling the decode programs; later runs find them cached')
     host.engine.warmup()
     say(f'plays {count} tasks of run {name} at a time, weights from {store}')
-    host.call(_work(url, key, name, cfg, host, about['blobs'], count, stop))
+    host.call(
+        _work(url, key, name, cfg, host, blobs or about['blobs'], count, stop)
+    )
 
 
 async def _find(
@@ -87,7 +91,7 @@ async def _find(
     say: Callable[[str], None],
 ) -> tuple[str, dict[str, Any]] | None:
   """A run's id and what is to know of it; None if there was none until stop."""
-  client = await nats_client.connect(url, key)
+  client = await nats_client.connect(url, key, 'host')
   try:
     found = [run_id] if run_id else await nats_client.runs(client)
     if not found:
@@ -107,7 +111,7 @@ async def _find(
 
 
 async def _work(url, key, name, cfg, host, blobs, count, stop) -> None:
-  client = await nats_client.connect(url, key)
+  client = await nats_client.connect(url, key, 'host')
   queue = nats.NatsQueue(client, name, worker.MAX_ATTEMPTS)
   works = [
       asyncio.create_task(
