@@ -1,5 +1,6 @@
 """Trainer, hosts and server of a fleet killed -9 at random, over and over."""
 
+import asyncio
 import pathlib
 import random
 import subprocess
@@ -10,8 +11,11 @@ from absl.testing import absltest
 from composer_jax import config_text
 from composer_jax.fleet import history
 from composer_jax.fleet import ledger as ledger_lib
+from composer_jax.fleet import store_blobs
+from composer_jax.runs import manifest
 from composer_jax.runs import run_digest
 from composer_jax.weights import checkpoint
+from tests import remote_store_test
 from tests import small_config
 from tests import small_fleet
 from tests import small_run
@@ -75,6 +79,33 @@ class KilledFleetTest(absltest.TestCase):
         dict(run_digest.of_run(cfg, whole)),
         dict(run_digest.of_run(cfg, killed)),
     )
+
+  def test_weights_and_payloads_lie_in_a_bucket(self):
+    workdir = self.folder / 'run'
+    with (
+        remote_store_test.bucket() as bucket,
+        small_fleet.Fleet(self.folder / 'queue') as fleet,
+    ):
+      host = fleet.host()
+      stores = [f'--{n}={bucket.url(n)}' for n in ('store', 'blobs')]
+      command = small_run.command('rl', workdir, 'rl.steps=2')
+      done = small_run.finished([*command, *fleet.trainer, *stores])
+      self.assertEqual(done.returncode, 0, done.stderr)
+      self.assertIsNone(host.poll(), host.log.read_text())
+      self.assertFalse((workdir / 'weights').exists())
+      run = manifest.run_id(workdir)
+      kept = store_blobs.StoreBlobs(bucket.url('blobs'))
+      self.assertEmpty(asyncio.run(kept.names(f'{run}/')))
+      # Whoever reads the run finds its weights there.
+      evaluated = small_run.finished(
+          [
+              *small_run.command('evaluate', workdir)[:3],
+              f'--workdir={workdir}',
+              f'--compilation_cache={small_run.CACHE}',
+          ]
+      )
+      self.assertEqual(evaluated.returncode, 0, evaluated.stderr)
+      self.assertIn('prefix_products', evaluated.stdout)
 
   def test_an_asynchronous_run_loses_nothing_and_replays(self):
     workdir = self.folder / 'asynchronous'
