@@ -25,9 +25,9 @@ class InProcessTest(
     conformance.QueueConformance, unittest.IsolatedAsyncioTestCase
 ):
 
-  async def queue(self):
+  async def queue(self, lease_seconds=conformance.LEASE):
     return inprocess.InProcessQueue(
-        lease_seconds=conformance.LEASE, max_attempts=conformance.ATTEMPTS
+        lease_seconds=lease_seconds, max_attempts=conformance.ATTEMPTS
     )
 
 
@@ -50,13 +50,12 @@ class _Served(unittest.IsolatedAsyncioTestCase):
 
 class NatsTest(conformance.QueueConformance, _Served):
 
-  async def queue(self):
+  async def queue(self, lease_seconds=conformance.LEASE):
     client = await self.connect()
-    await client.jetstream().delete_stream('RUN_run') if await nats_client.runs(
-        client
-    ) else None
+    if await nats_client.runs(client):
+      await client.jetstream().delete_stream('RUN_run')
     made = nats.NatsQueue(client, 'run', conformance.ATTEMPTS)
-    return await made.create(conformance.LEASE, {'run': 'run'}, _POOLS)
+    return await made.create(lease_seconds, {'run': 'run'}, _POOLS)
 
 
 class KilledServerTest(_Served):

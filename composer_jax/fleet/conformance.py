@@ -1,15 +1,14 @@
 """What a work queue and a store of payloads have to do, as tests.
 
 For whoever brings their own: mix `QueueConformance` or `BlobsConformance` into
-a `unittest.IsolatedAsyncioTestCase`. Time is real; a lease lasts `LEASE`
-seconds.
+a `unittest.IsolatedAsyncioTestCase`. Time is real.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from composer_jax import trace
 from composer_jax.fleet import blobs as blobs_lib
@@ -18,7 +17,8 @@ from composer_jax.fleet import queue as queue_lib
 
 LEASE = 1.0
 ATTEMPTS = 3
-_SOON = 15.0  # for what comes at once, on a machine that is busy
+_LONG_LEASE = 5.0
+_SOON = 120.0  # for what comes at once, on a machine that is busy
 _FACTS = facts_lib.Facts(
     task_id='run/0/0',
     group_id='run/0',
@@ -35,18 +35,11 @@ def _version(step: int, parent: str | None = None) -> trace.WeightVersion:
   return trace.WeightVersion(step, f'digest{step}', parent)
 
 
-class _Case(Protocol):
-  """What the mixins need of a test case."""
-
-  async def asyncSetUp(self) -> None:
-    ...
-
-
 class QueueConformance:
   """Tests of a `queue.WorkQueue` that has pools 'rollout' and 'gpu'."""
 
-  async def queue(self) -> queue_lib.WorkQueue:
-    """A queue without tasks: `LEASE` seconds, `ATTEMPTS` leases per task."""
+  async def queue(self, lease_seconds: float = LEASE) -> queue_lib.WorkQueue:
+    """A queue without tasks, of `ATTEMPTS` leases per task."""
     raise NotImplementedError
 
   async def _leased(self, q, pool=queue_lib.POOL) -> queue_lib.Lease:
@@ -114,12 +107,13 @@ class QueueConformance:
     self.assertEqual((await self._next(q.results(0)))[1], good)
 
   async def test_signs_of_life_keep_a_lease(self):
-    q = await self.queue()
+    # Long enough for a machine that stands still for a moment.
+    q = await self.queue(_LONG_LEASE)
     await q.offer('run/0/0', {})
     lease = await self._leased(q)
-    work = asyncio.sleep(3 * LEASE, 'done')
-    kept = asyncio.create_task(queue_lib.keep(q, lease, LEASE, work))
-    self.assertIsNone(await q.lease('rollout', 2 * LEASE))
+    work = asyncio.sleep(1.5 * _LONG_LEASE, 'done')
+    kept = asyncio.create_task(queue_lib.keep(q, lease, _LONG_LEASE, work))
+    self.assertIsNone(await q.lease('rollout', 1.3 * _LONG_LEASE))
     self.assertEqual(await kept, 'done')
 
   async def test_a_redelivered_task_goes_before_younger_ones(self):
