@@ -126,7 +126,8 @@ def _up() -> int:
         for role in streams.ROLES
     )
     conf.write_text(_CONF.format(folder=folder, users=users))
-  where = ['-a', values.host, '-p', str(values.port), '-l', folder / 'log']
+  where = ['-a', values.host, '-p', str(values.port)]
+  where += ['-l', folder / 'log', '-P', folder / 'pid']
   asked = []
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: asked.append(None))

@@ -3,7 +3,6 @@
 import asyncio
 import pathlib
 import random
-import subprocess
 import time
 
 from absl.testing import absltest
@@ -55,8 +54,7 @@ class KilledFleetTest(absltest.TestCase):
           break
         small_fleet.kill(running[kind])
         if kind == 'broker':
-          server = f'nats-server.*{fleet.folder}'
-          subprocess.run(['pkill', '-KILL', '-f', server], check=True)
+          fleet.kill_server()
         running[kind] = start(kind)
       code = running['trainer'].wait(1200)
       self.assertEqual(code, 0, running['trainer'].log.read_text())
