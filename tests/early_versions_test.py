@@ -63,7 +63,7 @@ class EarlyVersionsTest(absltest.TestCase):
           time.sleep(0.05)
         self.assertTrue(condition())
 
-      wait(lambda: len(rollouts._queue._log) >= 4)
+      wait(lambda: len(rollouts.dispatcher._queue._log) >= 4)
       before = booked()
       if hear:
         host.call(rollouts.dispatcher.open(second))

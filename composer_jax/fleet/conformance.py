@@ -1,7 +1,7 @@
 """What a work queue and a store of payloads have to do, as tests.
 
 For whoever brings their own: mix `QueueConformance` or `BlobsConformance` into
-a `unittest.IsolatedAsyncioTestCase`. Time is real.
+an IsolatedAsyncioTestCase of unittest. Time is real.
 """
 
 from __future__ import annotations
