@@ -173,6 +173,14 @@ class EndpointTest(parameterized.TestCase):
     # Nothing else could be said, which the model did not know.
     self.assertLess(sum(t.logprob for t in choice.logprobs.content), -1.0)
 
+  def test_a_grammar_that_grows_without_bounds_cuts_the_reply(self):
+    part = '(.{0,900}[a-m].{0,900}[n-z]){0,900}q'
+    pattern = f'^({part}|{part.replace("900", "700").replace("q", "r")})$'
+    (choice,) = self.choices({'type': 'string', 'pattern': pattern}, seed=3)
+    self.assertEqual(choice.finish_reason, 'length')
+    with self.assertRaises(ValueError):
+      json.loads(choice.message.content)
+
   def test_cut_by_its_length(self):
     (choice,) = self.choices(_NOTE['function']['parameters'], max_tokens=3)
     self.assertEqual(choice.finish_reason, 'length')

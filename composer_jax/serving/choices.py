@@ -18,6 +18,8 @@ def choice(
     window: trace.TokenTrace,
     at: int,
     name: str,
+    *,
+    whole: bool = True,
 ) -> tuple[dict[str, Any], trace.TokenTrace, bytes | None]:
   """One choice of a reply.
 
@@ -27,6 +29,7 @@ def choice(
     window: window of the choice.
     at: where sampling began.
     name: name of the choice; ids of tool calls begin with it.
+    whole: False if sampling could not go on to the end.
 
   Returns:
     (its JSON, the window up to the token that completed a stop string, key of
@@ -36,7 +39,7 @@ def choice(
   cut = _stopped(ask.stop, chat, ids)
   if cut:
     ids, window = ids[:cut], graph.truncate(window, at + cut)
-  ended = bool(cut) or ids[-1] in chat.stop_ids
+  ended = bool(cut) or (whole and ids[-1] in chat.stop_ids)
   pieces = [chat.bytes_of(i) for i in ids] if ask.logprobs else []
   shown = before(chat.text(ids), ask.stop)
   out = {

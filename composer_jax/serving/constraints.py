@@ -34,7 +34,14 @@ _NO_PARAMETERS = {'type': 'object', 'additionalProperties': False}
 
 
 class Constraint:
-  """`slots.Constraint` of one reply."""
+  """`slots.Constraint` of one reply.
+
+  Attributes:
+    broken: the grammar grew beyond the bounds of `llguidance`: the reply ended
+      there, as if it had been cut by its length.
+  """
+
+  broken = False
 
   def __init__(self, matcher: Any, stop: frozenset[int], words: int):
     self._matcher = matcher
@@ -46,6 +53,7 @@ class Constraint:
     known = bits[: self._words]
     if not self._matcher.is_stopped():
       self._matcher.unsafe_compute_mask_ptr(known.ctypes.data, known.nbytes)
+    self.broken = self._matcher.is_error()
     # At its end, or where the grammar's bounds were reached: nothing is left
     # to be said.
     if not known.any():

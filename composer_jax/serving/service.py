@@ -264,7 +264,10 @@ class Service:
         work.head = self._head(session, ask, number)
         pending, admitted = self._admit(session, work, number, context, forms)
       windows = await self._sample(session, work, number, pending, admitted)
-      return await self._keep(session, work, number, parent, context, windows)
+      whole = [form is None or not form.broken for form in forms]
+      return await self._keep(
+          session, work, number, parent, context, windows, whole
+      )
     except (RuntimeError, OSError) as e:
       raise api_errors.ApiError(
           503, f'call failed: {e}; send it again', retry_after=RETRY_SECONDS
@@ -349,7 +352,7 @@ class Service:
 
     return on_tokens
 
-  async def _keep(self, session, work, number, parent, context, windows):
+  async def _keep(self, session, work, number, parent, context, windows, whole):
     """Makes the reply and writes it down."""
     ask, at = work.ask, len(context)
     choices, calls = [], []
@@ -363,6 +366,7 @@ class Service:
           window,
           at,
           f'{work.head["id"]}-{i}',
+          whole=whole[i],
       )
       choices.append({'index': i, **shown})
       calls.append(
