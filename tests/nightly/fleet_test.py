@@ -3,6 +3,7 @@
 import asyncio
 import pathlib
 import random
+import shutil
 import time
 
 from absl.testing import absltest
@@ -77,6 +78,26 @@ class KilledFleetTest(absltest.TestCase):
         dict(run_digest.of_run(cfg, whole)),
         dict(run_digest.of_run(cfg, killed)),
     )
+
+  def test_the_disk_of_the_server_is_lost(self):
+    workdir = self.folder / 'run'
+    with small_fleet.Fleet(self.folder / 'queue') as fleet:
+      host = fleet.host()
+      command = small_run.command('rl', workdir, *_ASYNC)[3:]
+      trainer = fleet.start('rl', *command, *fleet.trainer)
+      small_fleet.wait_for(trainer, 'rl step')
+      for process in (trainer, fleet.broker):
+        small_fleet.kill(process)
+      fleet.kill_server()
+      shutil.rmtree(fleet.folder / 'jetstream')
+      fleet.up()
+      trainer = fleet.start('rl', *command, *fleet.trainer)
+      self.assertEqual(trainer.wait(1200), 0, trainer.log.read_text())
+      self.assertIsNone(host.poll(), host.log.read_text())
+    extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
+    ledger = ledger_lib.from_json(extra['ledger'])
+    self.assertEmpty(ledger_lib.lost(ledger))
+    self.assertLen(history.read(workdir, ledger), 24)
 
   def test_weights_and_payloads_lie_in_a_bucket(self):
     workdir = self.folder / 'run'
