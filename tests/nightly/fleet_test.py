@@ -4,6 +4,7 @@ import asyncio
 import pathlib
 import random
 import shutil
+import signal
 import time
 
 from absl.testing import absltest
@@ -32,6 +33,12 @@ class KilledFleetTest(absltest.TestCase):
     super().setUp()
     self.folder = pathlib.Path(self.create_tempdir().full_path)
 
+  def _stopped(self, host):
+    """Lets a host end what it has begun, which nobody wants any more."""
+    self.assertIsNone(host.poll(), host.log.read_text())
+    host.send_signal(signal.SIGTERM)
+    self.assertEqual(host.wait(120), 0, host.log.read_text())
+
   def _killed(self, workdir, edits):
     """Runs to the end although something is killed every few seconds."""
     rng = random.Random(len(edits))
@@ -59,7 +66,8 @@ class KilledFleetTest(absltest.TestCase):
         running[kind] = start(kind)
       code = running['trainer'].wait(1200)
       self.assertEqual(code, 0, running['trainer'].log.read_text())
-      self.assertIsNone(other.poll(), other.log.read_text())
+      for host in (running['host'], other):
+        self._stopped(host)
     left = [p for p in (workdir / 'blobs').rglob('*') if p.is_file()]
     self.assertEmpty(left)
     extra = checkpoint.read_extra(workdir / 'checkpoints' / 'rl')
@@ -110,7 +118,7 @@ class KilledFleetTest(absltest.TestCase):
       command = small_run.command('rl', workdir, 'rl.steps=2')
       done = small_run.finished([*command, *fleet.trainer, *stores])
       self.assertEqual(done.returncode, 0, done.stderr)
-      self.assertIsNone(host.poll(), host.log.read_text())
+      self._stopped(host)
       self.assertFalse((workdir / 'weights').exists())
       run = manifest.run_id(workdir)
       kept = store_blobs.StoreBlobs(bucket.url('blobs'))
